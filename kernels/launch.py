@@ -1,0 +1,57 @@
+"""What a launch needs to know about the device, looked up once.
+
+Two features of newer GPUs matter here. The tensor memory accelerator (TMA) copies a tile that a
+descriptor describes. Programmatic dependent launch (PDL) overlaps a kernel's start with the end of
+the one before: a kernel launched with USE_PDL calls `gdc_wait` before it touches memory, which
+returns when its predecessor's writes are visible, and `gdc_launch_dependents` when it has nothing
+left to compute. Both exist from compute capability 9.0 on.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942, …; "interpreter" where kernels run on the CPU."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs of a persistent kernel run at once."""
+    if triton.knobs.runtime.interpret:
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_hopper_or_newer(device: torch.device) -> bool:
+    name = architecture(device)
+    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+
+
+def supports_tma(device: torch.device) -> bool:
+    """Whether tiles can be loaded through tensor descriptors; the interpreter can too."""
+    return architecture(device) == "interpreter" or _is_hopper_or_newer(device)
+
+
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that has the constexpr USE_PDL."""
+    if _is_hopper_or_newer(device):
+        return {"USE_PDL": True, "launch_pdl": True}
+    return {"USE_PDL": False}
+
+
+def fp32_precision() -> str:
+    """How a dot multiplies fp32: "ieee", or "tf32" where torch's own matmuls may use that."""
+    # Not allow_tf32, which raises once a program has used torch's newer settings.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -1,0 +1,116 @@
+"""Tile sizes of the grouped GEMM, as data.
+
+A `Tile` says what one program computes and how. Both projections of a layer share `block_m`, since
+they share one list of row tiles. A table is read top down: the first row that fits is taken. The
+Hopper rows were measured on an H200 (`bench/`); where nothing was measured, the portable ones are
+sizes that fit everywhere (64 KiB of shared memory on AMD's gfx942, 99 KiB on sm_120).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tmoe.kernels.launch import architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's share of a grouped GEMM: block_m rows × block_n columns, block_d of the depth
+    at a time.
+
+    For a gated projection block_n counts the activated columns: block_n gate and block_n up
+    columns. `group_m` row tiles sweep the columns together. `persistent`: as many programs as the
+    GPU has multiprocessors, each taking tile after tile, so that one tile's stores overlap the next
+    one's loads.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    persistent: bool = False
+
+    @property
+    def halves_tails(self) -> bool:
+        """Whether an expert's last rows get a tile of half the height where that is enough.
+
+        With some 256 rows per expert this saves a tenth of the arithmetic. Two kinds of tiles in
+        one persistent loop would not be pipelined, so there it is off.
+        """
+        return self.block_m >= 128 and not self.persistent
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiles:
+    """The tiles of a layer's two projections, and the layers that they are for."""
+
+    gate_up: Tile
+    down: Tile
+    max_rows: float = math.inf  # rows per expert, on average
+    max_intermediate: float = math.inf  # I
+
+    def __post_init__(self) -> None:
+        assert self.gate_up.block_m == self.down.block_m, "one list of row tiles serves both"
+
+
+# Few rows: the weights stream by once, and a tile only has to keep enough bytes in flight: wide
+# steps of the depth, and 16 rows, the tensor cores' minimum. Narrow experts (TP shards) make few
+# tiles, so theirs are narrower. Many rows: 128 × 256 products keep the tensor cores busy.
+HOPPER = (
+    LayerTiles(Tile(16, 32, 256, 4, 4), Tile(16, 128, 128, 4, 3), 8, max_intermediate=256),
+    LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 3), 8),
+    LayerTiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3), 24),
+    LayerTiles(
+        Tile(64, 128, 64, 4, 5),
+        Tile(64, 256, 64, 4, 4, persistent=True),
+        48,
+        max_intermediate=1024,
+    ),
+    LayerTiles(Tile(64, 128, 64, 4, 5), Tile(64, 128, 64, 4, 4), 48),
+    LayerTiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3, persistent=True)),
+)
+PORTABLE = (
+    LayerTiles(Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3), 16),
+    LayerTiles(Tile(64, 64, 32, 4, 3), Tile(64, 128, 32, 4, 3), 64),
+    LayerTiles(Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)),
+)
+FLOAT32 = (
+    LayerTiles(Tile(16, 32, 32, 4, 2), Tile(16, 64, 32, 4, 2), 16),
+    LayerTiles(Tile(64, 32, 16, 8, 2), Tile(64, 64, 16, 8, 2)),
+)
+INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
+
+DESCRIBED = {"sm_90": HOPPER, "sm_100": HOPPER, "sm_103": HOPPER}
+INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
+
+
+def tile_table(
+    device: torch.device, dtype: torch.dtype, *, described: bool = True
+) -> tuple[LayerTiles, ...]:
+    """The table for this GPU and dtype. `described`: the weights can be read by descriptors."""
+    name = architecture(device)
+    if name == "interpreter":
+        return INTERPRETER
+    if dtype.itemsize > 2:
+        return FLOAT32
+    return DESCRIBED.get(name, PORTABLE) if described else PORTABLE
+
+
+def choose_tiles(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    rows_per_expert: float,
+    intermediate: int,
+    described: bool = True,
+    batch_invariant: bool = False,
+) -> LayerTiles:
+    """The tiles for experts with `intermediate` columns that get so many rows on average."""
+    rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
+    table = tile_table(device, dtype, described=described)
+    return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
