@@ -1,0 +1,65 @@
+"""Mixture-of-Experts layers for PyTorch, Triton first."""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+_here = _Path(__file__).resolve().parent
+if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "route.py").is_file():
+    __path__.append(str(_here.parent))  # a source checkout: tmoe.kernels is <repository>/kernels
+
+from .activation import Activation  # noqa: E402
+from .dispatch.explain import explain  # noqa: E402
+from .dispatch.resolve import NoBackendError  # noqa: E402
+from .ops import fused_experts, grouped_gemm, moe, route  # noqa: E402
+from .options import options  # noqa: E402
+from .routing import Routing, RoutingMethod  # noqa: E402
+
+if _TYPE_CHECKING:
+    from . import integrations
+    from .integrations.transformers import replace_moe
+    from .nn import Experts, MoE, Router
+
+__version__ = "0.1.0"
+__all__ = [
+    "Activation",
+    "Experts",
+    "MoE",
+    "NoBackendError",
+    "Router",
+    "Routing",
+    "RoutingMethod",
+    "explain",
+    "fused_experts",
+    "grouped_gemm",
+    "integrations",
+    "moe",
+    "options",
+    "replace_moe",
+    "route",
+]
+
+_LAZY = {
+    "MoE": "tmoe.nn",
+    "Router": "tmoe.nn",
+    "Experts": "tmoe.nn",
+    "replace_moe": "tmoe.integrations.transformers",
+    "integrations": "tmoe.integrations",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    """Modules and integrations are imported when they are first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tmoe' has no attribute {name!r}")
+    module = _import_module(_LAZY[name])
+    value = module if module.__name__ == f"tmoe.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""``python -m tmoe`` is ``tmoe``."""
+
+from .cli import app
+
+app(prog_name="tmoe")

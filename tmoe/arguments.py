@@ -1,0 +1,141 @@
+"""What the public operations check about their arguments, and how autocast and autograd see them.
+
+Checks look at types, shapes, dtypes and devices, never at values: a value on a GPU can't be read
+without waiting for it. A size that may be symbolic under `torch.compile` is put into words only
+when a check has failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import expect, expect_type
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTS = (torch.int32, torch.int64)
+SCHEMES = ("bf16",)  # of unquantised weights
+
+
+def expect_dtype(value: Any, op: str, arg: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ``TypeError`` unless `value` is a tensor of one of `dtypes`."""
+    expect_type(value, Tensor, op, arg)
+    if value.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {arg} must have dtype {names}, got {value.dtype}")
+
+
+def expect_optional(value: Any, op: str, arg: str, shape: tuple[int, ...]) -> None:
+    """Raise unless `value` is None or a float tensor of `shape`."""
+    if value is not None:
+        expect_dtype(value, op, arg, FLOATS)
+        expect(value.shape == shape, op, arg, f"of shape {shape}", tuple(value.shape))
+
+
+def expect_alike(op: str, first: dict[str, Tensor], **others: Tensor | None) -> None:
+    """Raise unless `others` have the dtype and the device of the one tensor in `first`."""
+    ((name, like),) = first.items()
+    for arg, value in others.items():
+        if value is not None and value.dtype != like.dtype:
+            raise TypeError(f"{op}: {arg} must have {name}'s dtype {like.dtype}, got {value.dtype}")
+    expect_same_device(op, first, **others)
+
+
+def expect_same_device(op: str, first: dict[str, Tensor], **others: Tensor | None) -> None:
+    """Raise unless `others` are on the device of the one tensor in `first`."""
+    ((name, like),) = first.items()
+    for arg, value in others.items():
+        if value is not None and value.device != like.device:
+            expect(False, op, arg, f"on {name}'s device {like.device}", value.device)
+
+
+def expect_topk(
+    op: str, weights: Any, ids: Any, x: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """topk_weights and topk_ids as (T, K); both may have x's leading sizes, or be flat already."""
+    expect_dtype(weights, op, "topk_weights", FLOATS)
+    expect_dtype(ids, op, "topk_ids", INTS)
+    lead, K = ids.shape[:-1], ids.shape[-1] if ids.ndim else 0
+    T = x.shape[0] if x.ndim == 2 else x.reshape(-1, x.shape[-1]).shape[0]
+    if lead != x.shape[:-1] and lead != (T,):
+        expect(False, op, "topk_ids", f"(T, K) for x of shape {tuple(x.shape)}", tuple(ids.shape))
+    if not 1 <= K <= num_experts:
+        wanted = f"of at least 1 and at most num_experts={num_experts} columns"
+        expect(False, op, "topk_ids", wanted, K)
+    if weights.shape != ids.shape:
+        wanted = f"of topk_ids' shape {tuple(ids.shape)}"
+        expect(False, op, "topk_weights", wanted, tuple(weights.shape))
+    return (weights, ids) if ids.ndim == 2 else (weights.reshape(T, K), ids.reshape(T, K))
+
+
+def expect_window(op: str, first_expert: Any, num_experts: Any, num_local: int) -> int:
+    """The global number of experts; raises unless it covers the local ones."""
+    expect_type(first_expert, int, op, "first_expert")
+    expect(first_expert >= 0, op, "first_expert", "at least 0", first_expert)
+    if num_experts is None:
+        return first_expert + num_local
+    expect_type(num_experts, int, op, "num_experts")
+    if num_experts < first_expert + num_local:
+        wanted = f"at least first_expert + E = {first_expert} + {num_local}"
+        expect(False, op, "num_experts", wanted, num_experts)
+    return num_experts
+
+
+def expect_scheme(op: str, scheme: Any) -> None:
+    """Raise unless `scheme` is None or the name of a number format that can be multiplied."""
+    if scheme is not None:
+        expect_type(scheme, str, op, "scheme")
+        expect(scheme in SCHEMES, op, "scheme", f"None or {' or '.join(SCHEMES)}", repr(scheme))
+
+
+def expect_out(
+    op: str, out: Any, shape: Any, first: dict[str, Tensor], *inputs: Tensor | None
+) -> None:
+    """Raise unless `out` can be written: shape, dtype, device, strides, and no memory shared."""
+    (like,) = first.values()
+    expect_dtype(out, op, "out", (like.dtype,))
+    if out.shape != shape:
+        expect(False, op, "out", f"of shape {tuple(shape)}", tuple(out.shape))
+    expect_same_device(op, first, out=out)
+    expect(out.is_contiguous(), op, "out", "contiguous", "a strided tensor")
+    needed = needs_grad(out, like, *inputs)
+    expect(not needed, op, "out", "None while gradients are needed", "a tensor")
+    if not torch.compiler.is_compiling():  # while tracing there is no memory to compare
+        shared = any(tensor is not None and _overlap(out, tensor) for tensor in (like, *inputs))
+        expect(not shared, op, "out", "apart from the inputs", "a tensor that shares their memory")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (a_first, a_end), (b_first, b_end) = _addresses(a), _addresses(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the one after the last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants gradients. An exported program serves, so it may take any forward."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_exporting()
+        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    )
+
+
+def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype while it is on; float64 stays, as in torch's own matmul."""
+    if not torch.is_autocast_enabled(first.device.type):
+        return first, *others
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+        for tensor in (first, *others)
+    )

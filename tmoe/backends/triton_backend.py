@@ -1,0 +1,120 @@
+"""The experts as Triton kernels: sort, gate_up with its activation, down with its weights, combine.
+
+Four launches, nothing between them: no permuted copy of the input, no host sync, no allocation that
+depends on data. A call allocates the (S, I) intermediate, the (S, H) rows and some index arrays.
+"""
+
+from __future__ import annotations
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from tmoe.kernels.clear_tail import clear_tail
+from tmoe.kernels.combine import combine
+from tmoe.kernels.descriptors import can_describe
+from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.route import route
+from tmoe.kernels.sort import sort_tokens, tile_rows
+from tmoe.kernels.tiles import choose_tiles
+
+from ..dispatch.problem import ExpertsSpec, Problem
+from ..options import current
+from ..routing import Routing
+
+OLDEST_TRITON = Version("3.6.0")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TritonBackend:
+    """See `tmoe.dispatch.backend.Backend` for what the methods take and return."""
+
+    name = "triton"
+
+    def why_not(self, problem: Problem) -> str | None:
+        machine = problem.machine
+        if machine.triton_version is None:
+            return "Triton isn't installed"
+        if Version(machine.triton_version) < OLDEST_TRITON:
+            return f"needs Triton {OLDEST_TRITON} or newer, got {machine.triton_version}"
+        if machine.device_type != "cuda" and not machine.interpreted:
+            return (
+                f"needs a GPU, got tensors on {machine.device_type} (to interpret the kernels on a "
+                "CPU, set TRITON_INTERPRET=1 before Triton is imported)"
+            )
+        if machine.capability is not None and machine.capability < (8, 0):
+            return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
+        if problem.needs_grad:
+            return "the kernels have no backward, and gradients are needed"
+        if problem.dtype not in DTYPES:
+            return (
+                f"multiplies fp32, fp16 and bf16, got {str(problem.dtype).removeprefix('torch.')}"
+            )
+        if problem.scheme is not None:
+            return f"multiplies unquantised weights only, got scheme {problem.scheme}"
+        return None
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return route(logits, bias=bias, **routing.kernel_arguments)
+
+    def grouped_gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        expert_offsets: Tensor,
+        bias: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        S, (E, N, _) = a.shape[0], b.shape
+        y = a.new_empty(S, N) if out is None else out
+        tile = choose_tiles(
+            a.device,
+            a.dtype,
+            rows_per_expert=S / E,
+            intermediate=N,
+            described=can_describe(b),
+            batch_invariant=current().batch_invariant,
+        ).down
+        expert_offsets = expert_offsets.to(torch.int32).contiguous()
+        rows = tile_rows(expert_offsets, S, block_m=tile.block_m)
+        grouped_gemm(y, a, b, rows, tile, bias=bias)
+        return clear_tail(y, expert_offsets)
+
+    def fused_experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
+        S, activation = T * K, spec.activation
+        tiles = choose_tiles(
+            x.device,
+            x.dtype,
+            rows_per_expert=S / spec.num_experts,
+            intermediate=I,
+            described=can_describe(gate_up_proj) and can_describe(down_proj),
+            batch_invariant=current().batch_invariant,
+        )
+        order = sort_tokens(
+            topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
+        )
+        weights = topk_weights.contiguous()
+        on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
+        hidden = grouped_gemm(
+            x.new_empty(S, I), x, gate_up_proj, order, tiles.gate_up, gather=True,
+            bias=gate_up_bias, row_weight=on_input, weight_on_input=True,
+            activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
+            alpha=activation.alpha, limit=activation.limit,
+        )  # fmt: skip
+        rows = x.new_empty(S, H)
+        grouped_gemm(
+            rows, hidden, down_proj, order, tiles.down, bias=down_bias, row_weight=on_output
+        )
+        return combine(rows, order.slot_to_row, x.new_empty(T, H) if out is None else out)

@@ -1,0 +1,1 @@
+"""Which implementation runs: describe (problem), filter and rank (resolve, ranking), explain."""

@@ -1,0 +1,53 @@
+"""What a backend is: any class with these methods. `tmoe.registry.register` makes it known."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..routing import Routing
+from .problem import ExpertsSpec, Problem
+
+
+class Backend(Protocol):
+    """One provider of the operations.
+
+    The caller has checked the tensors. They may have any strides; `out`, when given, is contiguous
+    and is what is returned.
+    """
+
+    name: str
+
+    def why_not(self, problem: Problem) -> str | None:
+        """None when the backend can do `problem`; else one sentence, with numbers, why it can't."""
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(T, E) logits -> fp32 weights (T, K), int32 ids (T, K)."""
+
+    def grouped_gemm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        expert_offsets: Tensor,
+        bias: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Rows (S, D) sorted by expert, b (E, N, D), bias (E, N) -> (S, N).
+
+        Rows past the last offset are 0.
+        """
+
+    def fused_experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x (T, H) -> (T, H); ids outside the local experts contribute nothing."""

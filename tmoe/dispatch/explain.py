@@ -1,0 +1,84 @@
+"""Say which backend a layer or a problem would get under the options in force, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activation import Activation
+from ..checks import expect, expect_type
+from ..options import current
+from .problem import Machine, Problem, token_bucket
+from .resolve import Decision, resolve
+
+
+def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Decision:
+    """What would run, and what every other backend says: ``print(tmoe.explain(layer))``.
+
+    A layer is a `tmoe.MoE` or `tmoe.Experts`, an experts module of transformers, or a block that
+    has one as its ``experts``; it is described for `num_tokens` tokens, on its device, with
+    gradients if they are enabled and a parameter requires them. A `Problem` has its own number of
+    tokens.
+
+    Raises ``TypeError`` for anything else, ``ValueError`` for a module without such weights, and
+    `NoBackendError` where nothing can run.
+    """
+    expect_type(layer_or_problem, (nn.Module, Problem), "explain", "layer_or_problem")
+    expect_type(num_tokens, int, "explain", "num_tokens")
+    expect(num_tokens >= 0, "explain", "num_tokens", "at least 0", num_tokens)
+    if isinstance(layer_or_problem, nn.Module):
+        problem = _describe(layer_or_problem, num_tokens)
+    else:
+        problem = replace(layer_or_problem, tokens=token_bucket(layer_or_problem.tokens))
+    return resolve(problem, current().backend)
+
+
+def _describe(layer: nn.Module, num_tokens: int) -> Problem:
+    """The `fused_experts` problem of a layer, read off its weights: a config may differ."""
+    experts = getattr(layer, "experts", layer)
+    down_proj = getattr(experts, "down_proj", None)
+    expect(
+        isinstance(down_proj, Tensor) and down_proj.ndim == 3,
+        "explain",
+        "layer_or_problem",
+        "a module with stacked expert weights (down_proj of 3 dimensions)",
+        type(layer).__name__,
+    )
+    assert isinstance(down_proj, Tensor)
+    num_local, hidden, intermediate = down_proj.shape
+    if getattr(experts, "is_transposed", False):  # transformers' flag for (E, I, H)
+        hidden, intermediate = intermediate, hidden
+    activation = getattr(experts, "activation", None)
+    asked = current()
+    return Problem(
+        "fused_experts",
+        token_bucket(num_tokens),
+        hidden,
+        intermediate,
+        num_local,
+        _top_k(layer, experts),
+        down_proj.dtype,
+        Machine.of(down_proj.device),
+        activation=activation if isinstance(activation, Activation) else None,
+        has_bias=getattr(experts, "down_proj_bias", None) is not None,
+        weight_on_input=getattr(experts, "weight_on_input", False),
+        needs_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
+        deterministic=asked.deterministic,
+        batch_invariant=asked.batch_invariant,
+    )
+
+
+def _top_k(layer: nn.Module, experts: nn.Module) -> int:
+    """Experts per token; 1 for bare experts, which don't know it."""
+    places: tuple[tuple[Any, str], ...] = (
+        (getattr(layer, "routing", None), "top_k"),
+        (layer, "top_k"),
+        (getattr(layer, "gate", None), "top_k"),
+        (getattr(experts, "config", None), "num_experts_per_tok"),
+    )
+    return next(
+        (value for place, name in places if isinstance(value := getattr(place, name, None), int)), 1
+    )

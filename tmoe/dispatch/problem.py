@@ -1,0 +1,97 @@
+"""What is asked of a backend, as frozen, hashable facts: no tensor, no device handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from ..activation import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """How `fused_experts` reads its arguments; goes to the backend with the tensors."""
+
+    activation: Activation = field(default_factory=lambda: Activation("swiglu"))
+    interleaved: bool = False  # gate and up rows alternate: g0, u0, g1, u1, ...
+    weight_on_input: bool = False  # the routing weight scales the expert's input, not its output
+    first_expert: int = 0  # global id of the first expert in the weights
+    num_experts: int = 0  # global count
+    scheme: str | None = None  # number format of the weights; None: not quantised
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The device and the libraries. Build it by hand to ask about a machine that isn't here."""
+
+    device_type: str  # torch's name: "cuda" (HIP as well), "cpu", ...
+    name: str = ""
+    capability: tuple[int, int] | None = None  # of a CUDA or HIP device
+    torch_version: str = torch.__version__
+    triton_version: str | None = None  # None: Triton isn't installed
+    interpreted: bool = False  # Triton kernels run in its CPU interpreter
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Machine:
+        """The machine behind `device`, described once per device and process."""
+        return _machine(torch.device(device))
+
+
+@cache
+def _machine(device: torch.device) -> Machine:
+    try:
+        import triton  # here, not above: `import tmoe` stays light, and Triton may be missing
+    except ImportError:
+        triton_version, interpreted = None, False
+    else:
+        triton_version, interpreted = triton.__version__, bool(triton.knobs.runtime.interpret)
+    name, capability = device.type, None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
+    return Machine(device.type, name, capability, torch.__version__, triton_version, interpreted)
+
+
+def token_bucket(num_tokens: int) -> int:
+    """The next power of two: all that a decision may know of the number of tokens."""
+    return 1 << max(num_tokens - 1, 0).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One operation on one machine."""
+
+    op: str  # "route", "grouped_gemm" or "fused_experts"
+    tokens: int  # rows of the input, as a bucket
+    hidden: int  # contracted size of the (first) matmul; 0 for route
+    intermediate: int  # I of fused_experts, N of grouped_gemm; 0 for route
+    num_experts: int  # global count
+    top_k: int
+    dtype: torch.dtype  # of the activations and of unquantised weights
+    machine: Machine
+    activation: Activation | None = None
+    method: str | None = None  # routing method, for route
+    has_bias: bool = False
+    weight_on_input: bool = False
+    scheme: str | None = None
+    needs_grad: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        first, second = ("D", "N") if self.op == "grouped_gemm" else ("H", "I")
+        sizes = {
+            "T<": self.tokens,
+            first: self.hidden,
+            second: self.intermediate,
+            "E": self.num_experts,
+        }
+        parts = [f"{name}={size}" for name, size in sizes.items() if size]
+        parts += [f"K={self.top_k}", str(self.dtype).removeprefix("torch.")]
+        parts += [self.activation.name] if self.activation else []
+        parts += [word for word in (self.method, self.scheme) if word]
+        flags = ("has_bias", "weight_on_input", "needs_grad", "deterministic", "batch_invariant")
+        parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
+        return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

@@ -1,0 +1,49 @@
+"""Who goes first where, as data: the filter says what is possible, this what is preferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The order of backends on one kind of device, and the reason for each place."""
+
+    device_type: str
+    order: tuple[tuple[str, str], ...]  # (backend, reason), best first
+
+
+RANKING = (
+    Row(
+        "cuda",
+        (
+            (
+                "triton",
+                "fused kernels: no separate gather, activation or scatter passes, no host sync",
+            ),
+            ("torch", "plain torch, differentiable; several passes over the rows"),
+        ),
+    ),
+    Row(
+        "cpu",
+        (
+            ("torch", "plain torch on the CPU's own matmul"),
+            ("triton", "Triton's CPU interpreter: for learning and tests, 1-3 ms per program"),
+        ),
+    ),
+)
+ELSEWHERE = Row(
+    "",
+    (
+        ("torch", "plain torch runs on any device that torch runs on"),
+        ("triton", "not measured on this kind of device"),
+    ),
+)
+
+
+def ranking(machine: Machine) -> dict[str, str]:
+    """Backend name -> reason for its place, best first, on `machine`."""
+    row = next((row for row in RANKING if row.device_type == machine.device_type), ELSEWHERE)
+    return dict(row.order)

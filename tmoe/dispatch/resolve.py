@@ -1,0 +1,107 @@
+"""Filter, then rank: from a problem to the backend that runs it, with every candidate's reason.
+
+Pure functions of the problem, so that a laptop can ask them about any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import registry
+from .backend import Backend
+from .problem import Problem
+from .ranking import ranking
+
+
+class NoBackendError(RuntimeError):
+    """No backend can run the problem, or the forced one can't; the message has the reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend's answer."""
+
+    name: str
+    accepted: bool
+    reason: str  # why not; or, when accepted, why it stands where it does
+    timing: float | None = None  # measured milliseconds; None: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen backend and the trace that led to it, best candidate first."""
+
+    problem: Problem
+    chosen: str
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.chosen}\n{_table(self.candidates, self.chosen)}"
+
+    __repr__ = __str__
+
+
+def candidates(
+    problem: Problem, backends: Mapping[str, Backend] | None = None
+) -> tuple[Candidate, ...]:
+    """What every backend says to `problem`, in the order of preference on its machine.
+
+    `backends` replaces the registered ones (tests, other people's dispatchers).
+    """
+    preferred = ranking(problem.machine)
+    names = registry.names() if backends is None else tuple(backends)
+    ordered = [name for name in preferred if name in names] + [
+        name for name in names if name not in preferred
+    ]
+    return tuple(
+        _ask(name, problem, backends, preferred.get(name, "not ranked on this machine"))
+        for name in ordered
+    )
+
+
+def resolve(
+    problem: Problem, forced: str | None = None, backends: Mapping[str, Backend] | None = None
+) -> Decision:
+    """The first candidate that accepts `problem`, or `forced` if that one accepts.
+
+    Raises ``ValueError`` if there is no backend called `forced`, `NoBackendError` if none accepts.
+    """
+    names = registry.names() if backends is None else tuple(backends)
+    if forced is not None and forced not in names:
+        raise ValueError(f"resolve: backend must be one of {', '.join(names)}, got {forced!r}")
+    answers = candidates(problem, backends)
+    if forced is None:
+        chosen = next((answer.name for answer in answers if answer.accepted), None)
+        if chosen is None:
+            reasons = "\n".join(f"  {answer.name}: {answer.reason}" for answer in answers)
+            raise NoBackendError(f"no backend can run {problem}\n{reasons}")
+        return Decision(problem, chosen, answers)
+    answer = next(answer for answer in answers if answer.name == forced)
+    if not answer.accepted:
+        raise NoBackendError(
+            f"backend {forced!r} was asked for and can't run {problem}: {answer.reason}"
+        )
+    return Decision(problem, forced, answers)
+
+
+def _ask(
+    name: str, problem: Problem, backends: Mapping[str, Backend] | None, place: str
+) -> Candidate:
+    try:
+        backend = registry.load(name) if backends is None else backends[name]
+    except ImportError as error:  # an optional library is missing: a reason like any other
+        return Candidate(name, False, f"can't be imported: {error}")
+    reason = backend.why_not(problem)
+    return Candidate(name, reason is None, place if reason is None else reason)
+
+
+def _table(answers: tuple[Candidate, ...], chosen: str) -> str:
+    width = max(len(answer.name) for answer in answers)
+    lines = []
+    for answer in answers:
+        mark = "->" if answer.name == chosen else "  "
+        verdict = "yes" if answer.accepted else "no "
+        timing = "" if answer.timing is None else f"{answer.timing:.3f} ms  "
+        lines.append(f"{mark} {answer.name:<{width}}  {verdict}  {timing}{answer.reason}")
+    return "\n".join(lines)

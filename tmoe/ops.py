@@ -1,0 +1,272 @@
+"""The public functions: check what came, call the op, return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import library  # noqa: F401  (defines torch.ops.tmoe)
+from .activation import Activation
+from .arguments import (
+    FLOATS,
+    autocast,
+    expect_alike,
+    expect_dtype,
+    expect_optional,
+    expect_out,
+    expect_same_device,
+    expect_scheme,
+    expect_topk,
+    expect_window,
+    needs_grad,
+)
+from .checks import expect, expect_type
+from .routing import Routing
+
+
+def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose K experts for each token.
+
+    Args:
+        logits: (..., E), any float dtype and strides.
+        routing: the recipe; see `tmoe.routing` for what each method computes.
+        bias: (E,), any float dtype; added for the selection, never part of a weight. Only for the
+            methods that have one.
+
+    Returns:
+        weights (..., K) float32 and ids (..., K) int32, in descending order of the selection score.
+        Ties go to the lower id. A NaN logit counts as -inf; a row without a finite logit has
+        distinct ids and weights 0. (float64 logits give float64 weights.)
+
+    The weights are differentiable in the logits, once.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was wanted and what came.
+        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
+    """
+    op = "route"
+    expect_type(routing, Routing, op, "routing")
+    expect_dtype(logits, op, "logits", FLOATS)
+    E, method = routing.num_experts, routing.method.name
+    ok = logits.ndim >= 1 and logits.shape[-1] == E
+    expect(ok, op, "logits", f"of shape (..., {E})", tuple(logits.shape))
+    ok = bias is None or routing.takes_bias
+    expect(ok, op, "bias", f"None with {method}, which has no selection bias", "a tensor")
+    expect_optional(bias, op, "bias", (E,))
+    expect_same_device(op, {"logits": logits}, bias=bias)
+    weights, ids = torch.ops.tmoe.route.default(
+        logits.reshape(-1, E),
+        bias,
+        routing.top_k,
+        method,
+        routing.n_group,
+        routing.topk_group,
+        routing.scaling_factor,
+        needs_grad(logits),
+    )
+    shape = (*logits.shape[:-1], routing.top_k)
+    return weights.reshape(shape), ids.reshape(shape)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    expert_offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply each expert's rows by its matrix: ``y[rows e] = a[rows e] @ b[e].T + bias[e]``.
+
+    Args:
+        a: (S, D), rows sorted by expert; float32, float16, bfloat16 or float64.
+        b: (E, N, D), a's dtype; any strides, a transposed storage as its ``.transpose(1, 2)``.
+        expert_offsets: (E+1,) int32, exclusive: expert e owns rows
+            [expert_offsets[e], expert_offsets[e+1]). They start at 0, never decrease and end at S
+            or before; on a CPU that is checked, on a GPU it would mean waiting for the device.
+        bias: (E, N), a's dtype.
+        out: (S, N) contiguous, written instead of a new tensor; not while gradients are needed.
+
+    Returns:
+        (S, N) in a's dtype (autocast's, while that is on). Rows past the last offset are 0 and
+        have gradient 0, whatever they hold.
+
+    Differentiable in a, b and bias, once.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was wanted and what came.
+        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
+    """
+    op = "grouped_gemm"
+    expect_dtype(a, op, "a", FLOATS)
+    expect_dtype(b, op, "b", FLOATS)
+    ok = b.ndim == 3 and min(b.shape) >= 1
+    expect(ok, op, "b", "of shape (E, N, D), each at least 1", tuple(b.shape))
+    E, N, D = b.shape
+    ok = a.ndim == 2 and a.shape[1] == D
+    expect(ok, op, "a", f"of shape (S, {D}) for b of shape {(E, N, D)}", tuple(a.shape))
+    expect_dtype(expert_offsets, op, "expert_offsets", (torch.int32,))
+    ok = expert_offsets.shape == (E + 1,)
+    wanted = f"of shape ({E + 1},) for {E} experts"
+    expect(ok, op, "expert_offsets", wanted, tuple(expert_offsets.shape))
+    expect_optional(bias, op, "bias", (E, N))
+
+    a, b, bias = autocast(a, b, bias)
+    expect_alike(op, {"a": a}, b=b, bias=bias)
+    expect_same_device(op, {"a": a}, expert_offsets=expert_offsets)
+    arguments = (a, b, expert_offsets, bias)
+    if out is None:
+        return torch.ops.tmoe.grouped_gemm.default(*arguments, needs_grad(a, b, bias))
+    expect_out(op, out, (a.shape[0], N), {"a": a}, b, expert_offsets, bias)
+    torch.ops.tmoe.grouped_gemm_out.default(out, *arguments)
+    return out
+
+
+def fused_experts(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str | Activation = "swiglu",
+    scheme: str | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    interleaved: bool = False,
+    weight_on_input: bool = False,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Send each token through its K experts: ``y[t] = Σ_k w[t,k] · expert[ids[t,k]](x[t])``.
+
+    Args:
+        x: (..., H), float32, float16, bfloat16 or float64. T is the product of the leading sizes.
+        gate_up_proj: (E, 2I, H), or (E, I, H) where the activation has no gate; x's dtype.
+        down_proj: (E, H, I), x's dtype.
+        topk_weights: (T, K) or (..., K), any float dtype.
+        topk_ids: (T, K) or (..., K), int32 or int64.
+        activation: a name or an `Activation`; computed in float32.
+        scheme: None or "bf16": weights that aren't quantised, whichever of the dtypes they have.
+        gate_up_bias, down_bias: (E, 2I) or (E, I), and (E, H); x's dtype.
+        interleaved: the rows of gate_up_proj (and its bias) are g0, u0, g1, u1, ... (gpt-oss)
+            instead of all gate rows, then all up rows.
+        weight_on_input: the routing weight multiplies an expert's input, not its output (Llama 4).
+        first_expert: ids are global; the weights hold experts [first_expert, first_expert + E).
+        num_experts: the global count; first_expert + E if left out.
+        out: x's shape, contiguous, written instead of a new tensor; not while gradients are needed.
+
+    Every tensor may have any strides: a transposed storage is passed as its ``.transpose(1, 2)``.
+
+    Returns:
+        x's shape and dtype (autocast's, while that is on: x, weights and biases are then cast as
+        `torch.nn.functional.linear` casts its own). Ids of experts that aren't here, -1 and ids
+        past num_experts contribute nothing and never raise, so on one rank of many this is its
+        partial sum. The sum over K is taken in float32, in the order of k, and rounded once.
+
+    Differentiable in x, the weights, the biases and topk_weights, once.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was wanted and what came.
+        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
+    """
+    op = "fused_experts"
+    activation = Activation.of(activation)
+    expect_scheme(op, scheme)
+    expect_dtype(x, op, "x", FLOATS)
+    expect_dtype(gate_up_proj, op, "gate_up_proj", FLOATS)
+    expect_dtype(down_proj, op, "down_proj", FLOATS)
+    ok = down_proj.ndim == 3 and min(down_proj.shape) >= 1
+    expect(ok, op, "down_proj", "of shape (E, H, I), each at least 1", tuple(down_proj.shape))
+    E, H, I = down_proj.shape
+    rows = 2 * I if activation.gated else I
+    if gate_up_proj.shape != (E, rows, H):
+        wanted = f"of shape {(E, rows, H)} for {activation.name} and down_proj of shape {(E, H, I)}"
+        expect(False, op, "gate_up_proj", wanted, tuple(gate_up_proj.shape))
+    if x.ndim < 1 or x.shape[-1] != H:
+        wanted = f"of shape (..., {H}) for down_proj of shape {(E, H, I)}"
+        expect(False, op, "x", wanted, tuple(x.shape))
+    expect_type(interleaved, bool, op, "interleaved")
+    expect_type(weight_on_input, bool, op, "weight_on_input")
+    if interleaved and not activation.gated:
+        wanted = f"False for {activation.name}, which has no gate"
+        expect(False, op, "interleaved", wanted, True)
+    expect_optional(gate_up_bias, op, "gate_up_bias", (E, rows))
+    expect_optional(down_bias, op, "down_bias", (E, H))
+    num_experts = expect_window(op, first_expert, num_experts, E)
+    topk_weights, topk_ids = expect_topk(op, topk_weights, topk_ids, x, num_experts)
+
+    x, gate_up_proj, down_proj, gate_up_bias, down_bias = autocast(
+        x, gate_up_proj, down_proj, gate_up_bias, down_bias
+    )
+    expect_alike(
+        op,
+        {"x": x},
+        gate_up_proj=gate_up_proj,
+        down_proj=down_proj,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+    expect_same_device(op, {"x": x}, topk_weights=topk_weights, topk_ids=topk_ids)
+    tensors = (
+        x if x.ndim == 2 else x.reshape(-1, H),
+        gate_up_proj,
+        down_proj,
+        topk_weights,
+        topk_ids,
+        gate_up_bias,
+        down_bias,
+    )
+    spec = (
+        activation.name,
+        activation.alpha,
+        activation.limit,
+        interleaved,
+        weight_on_input,
+        first_expert,
+        num_experts,
+    )
+    if out is None:
+        y = torch.ops.tmoe.fused_experts.default(*tensors, *spec, needs_grad(*tensors))
+        return y if x.ndim == 2 else y.reshape(x.shape)
+    expect_out(op, out, x.shape, {"x": x}, *tensors[1:])
+    torch.ops.tmoe.fused_experts_out.default(out.view(-1, H), *tensors, *spec)
+    return out
+
+
+def moe(
+    x: Tensor,
+    logits: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    num_experts: int | None = None,
+    weight_on_input: bool = False,
+    **experts: Any,
+) -> Tensor:
+    """`route`, then `fused_experts`: from the router's logits (..., E) to the layer's output.
+
+    `bias` is `route`'s selection bias; every other keyword is `fused_experts`', and so is what is
+    returned and raised. The routing has the global number of experts and says, with
+    `weight_on_input` (which Llama4 implies), where the routing weight is applied.
+    """
+    expect_type(routing, Routing, "moe", "routing")
+    expect_type(weight_on_input, bool, "moe", "weight_on_input")
+    E = routing.num_experts
+    expect(num_experts in (None, E), "moe", "num_experts", f"{E}, as in routing", num_experts)
+    topk_weights, topk_ids = route(logits, routing, bias=bias)
+    return fused_experts(
+        x,
+        gate_up_proj,
+        down_proj,
+        topk_weights,
+        topk_ids,
+        num_experts=E,
+        weight_on_input=weight_on_input or routing.weight_on_input,
+        **experts,
+    )

@@ -1,0 +1,69 @@
+"""What a caller may ask of the dispatcher: one object, changed by a context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+
+from . import registry
+from .checks import expect, expect_type
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings in force in this thread or task.
+
+    Args:
+        backend: the name of the one implementation to use; None lets the dispatcher choose.
+        deterministic: the same bits in every run.
+        batch_invariant: a token's result doesn't depend on the other tokens of the call.
+        verify: compare a closed-source backend with ours before its first use.
+    """
+
+    backend: str | None = None
+    deterministic: bool = False
+    batch_invariant: bool = False
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            expect_type(self.backend, str, "options", "backend")
+            names = registry.names()
+            expect(
+                self.backend in names,
+                "options",
+                "backend",
+                f"one of {', '.join(names)}",
+                repr(self.backend),
+            )
+        for name in ("deterministic", "batch_invariant", "verify"):
+            expect_type(getattr(self, name), bool, "options", name)
+
+
+_current: ContextVar[Options] = ContextVar("tmoe_options")
+_DEFAULT = Options()
+_NAMES = tuple(field.name for field in fields(Options))
+
+
+def current() -> Options:
+    """The options in force here."""
+    return _current.get(_DEFAULT)
+
+
+@contextmanager
+def options(**changes: str | bool | None) -> Iterator[Options]:
+    """Change options inside a ``with`` block; what isn't named keeps the value that it has outside.
+
+    Local to the thread and to the asyncio task. Raises ``TypeError`` for an unknown option and
+    ``ValueError`` for an unknown backend, both on entering the block.
+    """
+    for name in changes:
+        if name not in _NAMES:
+            raise TypeError(f"options: {name!r} is not an option; there are {', '.join(_NAMES)}")
+    token = _current.set(replace(current(), **changes))  # type: ignore[arg-type]
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)
