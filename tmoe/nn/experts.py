@@ -1,0 +1,118 @@
+"""Experts: the expert weights, stacked, and the call to `tmoe.fused_experts`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..activation import Activation
+from ..arguments import expect_scheme
+from ..checks import expect
+from ..ops import fused_experts
+from .arguments import expect_parameter_dtype, expect_sizes
+
+
+class Experts(nn.Module):
+    """`num_experts` MLPs with stacked weights. Parameters, named and shaped as in transformers:
+
+    * ``gate_up_proj`` (E, 2I, H), gate rows first; with ``interleaved=True`` g0, u0, g1, u1, ...
+    * ``up_proj`` (E, I, H) in its place where the activation has no gate.
+    * ``down_proj`` (E, H, I).
+    * with ``bias=True`` also ``gate_up_proj_bias`` (E, 2I) or ``up_proj_bias`` (E, I), and
+      ``down_proj_bias`` (E, H).
+
+    gpt-oss, Aria and Llama 4 store both projections transposed: load ``.transpose(1, 2)``.
+
+    Under autocast the weights are cast at each call, which costs a copy of them; a layer whose
+    parameters are 16-bit does not pay that.
+
+    Source: the experts classes of transformers, for example ``Qwen3MoeExperts``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | Activation = "swiglu",
+        scheme: str | None = "bf16",
+        bias: bool = False,
+        interleaved: bool = False,
+        weight_on_input: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`weight_on_input`: the routing weight multiplies an expert's input, not its output."""
+        super().__init__()
+        sizes = (num_experts, hidden_size, intermediate_size)
+        names = ("num_experts", "hidden_size", "intermediate_size")
+        expect_sizes("Experts", **dict(zip(names, sizes, strict=True)))
+        expect_parameter_dtype("Experts", dtype)
+        expect_scheme("Experts", scheme)
+        self.activation = Activation.of(activation)
+        gated = self.activation.gated
+        wanted = f"False for {self.activation.name}, which has no gate"
+        expect(gated or not interleaved, "Experts", "interleaved", wanted, interleaved)
+        self.num_experts, self.hidden_size, self.intermediate_size = sizes
+        self.scheme = scheme
+        self.interleaved = interleaved
+        self.weight_on_input = weight_on_input
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        rows = 2 * intermediate_size if gated else intermediate_size
+        self.register_parameter(self._first, parameter(rows, hidden_size))
+        self.down_proj = parameter(hidden_size, intermediate_size)
+        self.register_parameter(f"{self._first}_bias", parameter(rows) if bias else None)
+        self.down_proj_bias = parameter(hidden_size) if bias else None
+        self.reset_parameters()
+
+    @property
+    def _first(self) -> str:
+        """The name of the first projection."""
+        return "gate_up_proj" if self.activation.gated else "up_proj"
+
+    def reset_parameters(self) -> None:
+        """Initialise each expert as two `nn.Linear` would be."""
+        for name, fan_in in (
+            (self._first, self.hidden_size),
+            ("down_proj", self.intermediate_size),
+        ):
+            bound = 1 / math.sqrt(fan_in)
+            for parameter in (getattr(self, name), getattr(self, f"{name}_bias")):
+                if parameter is not None:
+                    nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """x (T, H), topk_ids (T, K) integers, topk_weights (T, K) -> (T, H) in the dtype of x.
+
+        Ids outside [0, E) contribute nothing. Under autocast the result has autocast's dtype.
+        """
+        # Read once: under a parametrisation (PEFT) each read builds the weight anew.
+        gate_up, gate_up_bias = getattr(self, self._first), getattr(self, f"{self._first}_bias")
+        down, down_bias = self.down_proj, self.down_proj_bias
+        return fused_experts(
+            x,
+            gate_up,
+            down,
+            topk_weights,
+            topk_ids,
+            activation=self.activation,
+            scheme=self.scheme,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            interleaved=self.interleaved,
+            weight_on_input=self.weight_on_input,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation}, "
+            f"scheme={self.scheme}, bias={self.down_proj_bias is not None}, "
+            f"interleaved={self.interleaved}, weight_on_input={self.weight_on_input}"
+        )

@@ -1,0 +1,130 @@
+"""Router: which experts a token goes to, and with what weight.
+
+logits = x @ weightᵀ (+ bias)                                              (T, E)
+topk_weights, topk_ids = route(logits, routing, bias=e_score_correction_bias)     (T, K)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..arguments import expect_dtype
+from ..checks import expect, expect_type
+from ..ops import route
+from ..routing import Routing
+from .arguments import expect_parameter_dtype, expect_sizes
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and selects `routing.top_k` of them.
+
+    Parameters and buffers, named as in transformers:
+
+    * ``weight`` (E, H). While it is fp32 the matmul runs in fp32, whatever the dtype of the input
+      and under autocast too, as DeepSeek-V3 has it; ``moe.gate.float()`` does that to a 16-bit
+      layer.
+    * ``bias`` (E,), with ``bias=True``: added to the logits (gpt-oss).
+    * ``e_score_correction_bias`` (E,) fp32 buffer, for methods with a selection bias: it decides
+      which experts are chosen and never enters their weights. It stays fp32 through ``.to()``,
+      ``.half()`` and loading, since 16 bits cannot hold the small differences that it exists for.
+      No gradient reaches it; load balancing updates it in place.
+
+    With ``top_k=1``, a method that divides the weights by their sum gives the constant 1, and the
+    router's gradient is zero: a forward pass that trains warns (not inside `torch.compile`).
+
+    Source: the router classes of transformers, for example ``Qwen3MoeTopKRouter``.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`routing` is the recipe; `dtype` is that of ``weight`` and ``bias``."""
+        super().__init__()
+        expect_type(routing, Routing, "Router", "routing")
+        expect_sizes("Router", hidden_size=hidden_size)
+        expect_parameter_dtype("Router", dtype)
+        self.hidden_size = hidden_size
+        self.routing = routing
+        E = routing.num_experts
+        self.weight = nn.Parameter(torch.empty(E, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(E, device=device, dtype=dtype)) if bias else None
+        selection_bias = None
+        if routing.takes_bias:
+            selection_bias = torch.empty(E, device=device, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", selection_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as `nn.Linear` does; the correction bias to zero."""
+        bound = 1 / math.sqrt(self.hidden_size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+        if self.e_score_correction_bias is not None:
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., H) -> logits (T, E), topk_weights (T, K) fp32, topk_ids (T, K) int32.
+
+        T is the product of the leading sizes. The logits have the dtype of the matmul.
+        """
+        H = self.hidden_size
+        ok = x.ndim > 0 and x.shape[-1] == H
+        expect(ok, "Router", "x", f"of shape (..., {H})", tuple(x.shape))
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._warn_if_it_cannot_learn()
+        logits = self._logits(x.reshape(-1, H))
+        topk_weights, topk_ids = route(logits, self.routing, bias=self.e_score_correction_bias)
+        return logits, topk_weights, topk_ids
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight, bias, device = self.weight, self.bias, x.device.type
+        if weight.dtype == torch.float32:
+            with torch.autocast(device, enabled=False):
+                return F.linear(x.float(), weight, bias)
+        if not torch.is_autocast_enabled(device):
+            expect_dtype(x, "Router", "x", (weight.dtype,))
+        return F.linear(x, weight, bias)
+
+    def _warn_if_it_cannot_learn(self) -> None:
+        if self.routing.top_k == 1 and self.routing.renormalizes:
+            warnings.warn(
+                f"Router: top_k is 1 and {self.routing.method.name} divides the weights by their "
+                "sum, so every weight is the same and the router gets no gradient; choose a method "
+                "that keeps the score",
+                stacklevel=3,
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            # From the original: casting back would not restore the bits.
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = prefix + "e_score_correction_bias"
+        if self.e_score_correction_bias is not None and name in state_dict:
+            # load_state_dict(assign=True) keeps the tensor that it is given.
+            state_dict[name] = state_dict[name].float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        has_bias = self.bias is not None
+        return f"hidden_size={self.hidden_size}, routing={self.routing}, bias={has_bias}"
