@@ -1,0 +1,12 @@
+"""Hugging Face transformers, 5.17 to 5.24: the experts of its MoE models on tmoe's operations.
+
+`register` adds ``"tmoe"`` to the names that ``experts_implementation`` takes; `replace_moe`
+switches a loaded model over, in place, and says what it did. transformers is imported by those
+calls, not before.
+"""
+
+from .register import register
+from .replace import replace_moe
+from .report import Report
+
+__all__ = ["Report", "register", "replace_moe"]

@@ -1,0 +1,39 @@
+"""JetMoE's MLP experts. Its attention experts (JetMoeMoA) stay as they are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
+
+from tmoe.ops import fused_experts
+
+from ..activations import gated_by
+
+
+class TmoeJetMoeMoE(JetMoeMoE):
+    """The router's own result is sorted on the host; the top k of its logits are what we want."""
+
+    def why_not(self) -> str | None:
+        """The projections' forward, where offloaded weights would arrive, is not called here."""
+        if gated_by(self.activation) is None:
+            return f"the activation {type(self.activation).__name__} is not one of tmoe's"
+        if self.input_linear.weight.is_meta or self.output_linear.weight.is_meta:
+            return "its weights are offloaded, or not loaded yet"
+        return None
+
+    def forward(self, layer_input: Tensor) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        x = layer_input.reshape(-1, layer_input.shape[-1])
+        *_, router_logits = self.router(x)
+        top_logits, topk_ids = router_logits.topk(self.router.top_k, dim=1)
+        gate_up_proj, activation = self.input_linear.weight, gated_by(self.activation)
+        assert activation is not None  # why_not
+        out = fused_experts(
+            x.to(gate_up_proj.dtype),
+            gate_up_proj,
+            self.output_linear.weight,
+            top_logits.softmax(dim=1).type_as(x),
+            topk_ids,
+            activation=activation,
+        )
+        return out.to(x.dtype).view(layer_input.shape) + self.bias

@@ -1,0 +1,76 @@
+"""The function behind ``experts_implementation="tmoe"``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tmoe.ops import fused_experts, grouped_gemm
+
+from .activations import ExpertsModule, activation_of
+from .sorted_rows import through_experts
+
+
+def experts_forward(
+    self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run an experts module of transformers on tmoe.
+
+    Args:
+        self: a module that ``use_experts_implementation`` decorates. Shapes come from its weights,
+            never from its config or its size attributes, which tensor parallelism makes wrong.
+        hidden_states: (T, H), cast to the weights' dtype (autocast leaves the two different).
+        top_k_index: (T, K) int64. Ids outside [0, number of local experts) contribute exactly zero.
+        top_k_weights: (T, K), any float dtype.
+
+    Returns:
+        (T, H), a new contiguous tensor in `hidden_states`' dtype.
+    """
+    return run_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def run_experts(
+    experts: ExpertsModule,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """`experts_forward`, with the routing weight on the expert's input on request (Llama 4)."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    # One read each: under PEFT every read of a parametrised weight rebuilds it for all experts.
+    gate_up_proj, down_proj = getattr(experts, first), experts.down_proj
+    gate_up_bias = getattr(experts, f"{first}_bias") if experts.has_bias else None
+    down_bias = experts.down_proj_bias if experts.has_bias else None
+    if experts.is_transposed:
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+    rows = x.to(gate_up_proj.dtype)
+
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+    activation = activation_of(experts)
+    if activation is not None and norm is None:
+        out = fused_experts(
+            rows,
+            gate_up_proj,
+            down_proj,
+            topk_weights,
+            topk_ids,
+            activation=activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            interleaved=not experts.is_concatenated,
+            weight_on_input=weight_on_input,
+        )
+        return out.to(x.dtype)
+
+    def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        hidden = grouped_gemm(rows, gate_up_proj, expert_offsets, bias=gate_up_bias)
+        hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+        out = grouped_gemm(hidden, down_proj, expert_offsets, bias=down_bias)
+        return out if norm is None else norm(out)
+
+    num_experts = down_proj.shape[0]
+    out = through_experts(
+        rows, topk_ids, topk_weights, num_experts, expert, weight_on_input=weight_on_input
+    )
+    return out.to(x.dtype)
