@@ -1,0 +1,134 @@
+"""The ``tmoe`` command."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Mixture-of-Experts layers for PyTorch, Triton first.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class DType(str, Enum):
+    """The dtypes of unquantised layers."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("tmoe-demo"),
+    held_out_bytes: Annotated[
+        int, typer.Option("--bytes", min=512, help="Held-out bytes to score, twice.")
+    ] = 32 * 1024,
+    new_bytes: Annotated[int, typer.Option(min=1, max=512, help="Bytes to generate.")] = 96,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+) -> None:
+    """Run a small trained model before and after tmoe.replace_moe and check that nothing changed.
+
+    Exits with 1 if anything did.
+    """
+    missing = [name for name in ("transformers", "matplotlib") if find_spec(name) is None]
+    if missing:
+        typer.echo(f"tmoe demo needs {' and '.join(missing)}: pip install 'tmoe[demo]'", err=True)
+        raise typer.Exit(2)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model ships with the package
+    import torch
+
+    from .demo.run import run_demo
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    good = run_demo(
+        Console(), out=out, held_out_bytes=held_out_bytes, new_bytes=new_bytes, device=where
+    )
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what this machine has, which backends can run here, and what is known not to work."""
+    from .doctor import diagnose
+
+    found = diagnose()
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    for name, value in found.versions.items():
+        facts.add_row(name, value or "not installed")
+    facts.add_row("device", found.device)
+    if found.capability is not None:
+        facts.add_row("capability", ".".join(map(str, found.capability)))
+        facts.add_row("driver", found.driver or "unknown")
+    facts.add_row("Triton interpreter", "on" if found.interpreted else "off")
+    problem = found.cache_problem
+    facts.add_row("cache folder", found.cache_dir)
+    facts.add_row("", "writable" if problem is None else f"can't be written: {problem}")
+    console.print(facts)
+    backends = Table("backend", "can run", "reason", title="a Mixtral-8x7B layer, 64 tokens")
+    for candidate in found.backends:
+        backends.add_row(candidate.name, "yes" if candidate.accepted else "no", candidate.reason)
+    console.print(backends)
+    for hint in found.hints:
+        console.print(f"[yellow]hint[/] {hint}", highlight=False)
+
+
+@app.command()
+def explain(
+    experts: Annotated[int, typer.Option(min=1, help="Number of experts, E.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Experts per token, K.")],
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size, H.")],
+    intermediate: Annotated[int, typer.Option(min=1, help="Intermediate size of an expert, I.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens per call, T.")] = 64,
+    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
+    activation: Annotated[str, typer.Option(help="swiglu, geglu, silu, ...")] = "swiglu",
+    needs_grad: Annotated[bool, typer.Option("--needs-grad", help="For training.")] = False,
+) -> None:
+    """Say which backend would run a layer on this machine, and why the others would not."""
+    import torch
+
+    from . import NoBackendError
+    from . import explain as explain_problem
+    from .activation import Activation
+    from .dispatch.problem import Machine, Problem, token_bucket
+
+    if top_k > experts:
+        raise typer.BadParameter(f"--top-k must be at most --experts, got {top_k} of {experts}")
+    try:
+        layer_activation = Activation.of(activation)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    problem = Problem(
+        op="fused_experts",
+        tokens=token_bucket(tokens),
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=experts,
+        top_k=top_k,
+        dtype=dtypes[dtype.value],
+        machine=Machine.of("cuda" if torch.cuda.is_available() else "cpu"),
+        activation=layer_activation,
+        needs_grad=needs_grad,
+    )
+    try:
+        typer.echo(str(explain_problem(problem)))
+    except NoBackendError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error

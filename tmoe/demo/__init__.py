@@ -1,0 +1,1 @@
+"""What ``tmoe demo`` shows: a small trained model, before and after `tmoe.replace_moe`."""
