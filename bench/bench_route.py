@@ -1,0 +1,34 @@
+"""The router: logits to topk_weights and topk_ids, by the method of the shape's model."""
+
+from __future__ import annotations
+
+import torch
+
+import tmoe
+from bench.cases import num_inputs, with_backend
+from bench.roofline import Work
+from bench.shapes import routing_of
+from tests.checking import assert_matches
+from tmoe.kernels.route_ref import route_ref
+
+IMPLEMENTATIONS = {name: with_backend(tmoe.route, name) for name in ("triton", "torch")}
+
+
+def test_route(measure, shape, tokens, backend, device):
+    routing = routing_of(shape)
+    bias = torch.randn(shape.num_experts, device=device) if routing.takes_bias else None
+    inputs = [
+        (torch.randn(tokens, shape.num_experts, device=device),) for _ in range(num_inputs(tokens))
+    ]
+
+    def route(logits):
+        return IMPLEMENTATIONS[backend](logits, routing, bias=bias)
+
+    def check(got, logits):
+        weights, ids = route_ref(logits, bias=bias, **routing.kernel_arguments)
+        truth, _ = route_ref(logits.double(), bias=bias, **routing.kernel_arguments)
+        assert torch.equal(got[1], ids)
+        assert_matches(got[0], truth, weights)
+
+    moved = 4 * tokens * (shape.num_experts + 2 * shape.top_k)  # logits; weights and ids
+    measure(route, inputs, check, Work(0, moved), method=routing.method.name)

@@ -1,0 +1,170 @@
+"""Measured layers beside their peers: `python -m bench.compare results.json [--plot DIR]`.
+
+`results.json` is what `pytest bench/bench_layer.py --benchmark-json=results.json` wrote. Peers that
+it timed too count as measured; others come from a recorded file, if that is of the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+RECORDED = Path(__file__).parent / "results" / "peers_h200.json"
+OURS = ("triton", "torch")  # backends of tmoe; every other name is a peer
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One layer at one number of tokens; times in microseconds."""
+
+    shape: str
+    tokens: int
+    us: float
+    floor_us: float
+    peers: dict[str, float]  # peer -> time
+
+    @property
+    def best_peer(self) -> str | None:
+        return min(self.peers, key=self.peers.__getitem__, default=None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of the best peer over ours; above 1 we are faster."""
+        best = self.best_peer
+        return None if best is None else self.peers[best] / self.us
+
+    @property
+    def loses(self) -> bool:
+        return self.speedup is not None and self.speedup < 1
+
+
+def read_cells(results: dict[str, Any], recorded: dict[str, Any], backend: str) -> list[Cell]:
+    """The layers that `backend` ran in pytest-benchmark's `results`, each with its peers."""
+    infos = [bench["extra_info"] for bench in results["benchmarks"]]
+    layers = [info for info in infos if info.get("operation") == "layer"]
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    if any(_same_conditions(info, recorded) for info in layers):
+        for row in recorded["rows"]:
+            times.setdefault((row["shape"], row["tokens"]), {})[row["peer"]] = row["us"]
+    for info in layers:
+        if info["backend"] not in OURS:  # just measured: takes the place of what is recorded
+            times.setdefault((info["shape"], info["tokens"]), {})[info["backend"]] = info["us"]
+    return [
+        Cell(
+            info["shape"],
+            info["tokens"],
+            info["us"],
+            info["floor_us"],
+            times.get((info["shape"], info["tokens"]), {}),
+        )
+        for info in layers
+        if info["backend"] == backend
+    ]
+
+
+def _same_conditions(info: dict[str, Any], recorded: dict[str, Any]) -> bool:
+    return (info["device"], info["dtype"]) == (recorded["device"], recorded["dtype"])
+
+
+def table(cells: Iterable[Cell]) -> Table:
+    """One row per cell; a cell that a peer wins is marked."""
+    out = _plain_table("routed experts, µs per call (✗ a peer is faster)")
+    out.add_column("layer", no_wrap=True)
+    for name in ("T", "floor", "tmoe", "% of floor", "best peer", "speedup"):
+        out.add_column(name, justify="right")
+    previous = None
+    for cell in cells:
+        if previous not in (None, cell.shape):
+            out.add_section()
+        previous = cell.shape
+        row = [cell.shape, str(cell.tokens), _us(cell.floor_us), _us(cell.us)]
+        row.append(f"{100 * cell.floor_us / cell.us:.0f}")
+        if cell.best_peer is not None:
+            row.append(f"{cell.best_peer} {_us(cell.peers[cell.best_peer])}")
+            row.append(f"{cell.speedup:.2f}" + (" ✗" if cell.loses else "  "))
+        out.add_row(*row, style="bold red" if cell.loses else "")
+    return out
+
+
+def _plain_table(title: str) -> Table:
+    return Table(title=title, box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def _us(us: float) -> str:
+    return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def summary(cells: list[Cell]) -> Table:
+    """Geometric means over the shapes: % of the floor, and how many times faster than each peer."""
+    tokens = sorted({cell.tokens for cell in cells})
+    out = _plain_table("geometric means: % of floor, speedup over each peer")
+    out.add_column("")
+    for column in (*(f"T = {T}" for T in tokens), "all"):
+        out.add_column(column, justify="right")
+
+    def add(name: str, value: Callable[[Cell], float | None], form: str) -> None:
+        groups = [[cell for cell in cells if cell.tokens == T] for T in tokens] + [cells]
+        values = [[v for cell in group if (v := value(cell)) is not None] for group in groups]
+        out.add_row(name, *(format(geometric_mean(v), form) if v else "–" for v in values))
+
+    add("% of floor", lambda cell: 100 * cell.floor_us / cell.us, ".0f")
+    for peer in sorted({peer for cell in cells for peer in cell.peers}):
+        add(
+            f"over {peer}",
+            lambda cell, peer=peer: cell.peers[peer] / cell.us if peer in cell.peers else None,
+            ".2f",
+        )
+    add("over the best", lambda cell: cell.speedup, ".2f")
+    return out
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--recorded", type=Path, default=RECORDED, help="peers measured before")
+    parser.add_argument("--backend", choices=OURS, default="triton", help="whose times are ours")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw time over T, a PNG per layer"
+    )
+    options = parser.parse_args(arguments)
+
+    results = json.loads(options.results.read_text())
+    recorded = json.loads(options.recorded.read_text())
+    cells = read_cells(results, recorded, options.backend)
+    if not cells:
+        parser.error(f"{options.results} has no layer that the {options.backend} backend ran")
+
+    console = Console()
+    console.print(table(cells))
+    console.print()
+    console.print(summary(cells))
+    machine = results["machine_info"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    console.print(f"{machine['device']}; {versions}", highlight=False)
+    start, end = machine["matmul_tflops_at_start"], machine["matmul_tflops_at_end"]
+    console.print(f"torch's matmul: {start:.3g} TFLOP/s before, {end:.3g} after", highlight=False)
+    provenance = f"recorded peers: {recorded['provenance']}"
+    if machine["device"] != recorded["device"]:
+        provenance += "; left out, since this is another device"
+    console.print(provenance, highlight=False)
+    compared = [cell for cell in cells if cell.peers]
+    lost = sum(cell.loses for cell in compared)
+    console.print(f"a peer is faster in {lost} of {len(compared)} cells", highlight=False)
+    if options.plot is not None:
+        from bench.plot import plot
+
+        for path in plot(cells, options.plot):
+            console.print(f"picture: {path}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The floor: the least time that a GPU needs for an operation, whoever writes the kernel.
+
+    floor = max(flops / peak, bytes / bandwidth)
+
+Bytes are those that must move once: the weights of the experts that got a token, the input, the
+output. Peak and bandwidth are measured, not read from a data sheet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from tmoe.demo.shapes import MoEShape
+from tmoe.demo.timing import median_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """What a device reaches at best."""
+
+    tflops: float  # dense matmul
+    gbs: float  # memory, GB/s
+    source: str
+
+
+# A long-running matmul and a long-running read; both sustained, below the clocks of a cold GPU.
+ROOFS = {
+    ("NVIDIA H200", torch.bfloat16): Roof(746, 4350, "recorded: measured on one H200"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operation has to do."""
+
+    flops: float
+    bytes: float
+
+    def floor_us(self, roof: Roof) -> float:
+        return max(self.flops / (1e6 * roof.tflops), self.bytes / (1e3 * roof.gbs))
+
+
+def experts_work(shape: MoEShape, num_tokens: int, num_touched: float, itemsize: int) -> Work:
+    """A SwiGLU layer with `num_touched` of its experts in use: both projections, x and y."""
+    per_expert = 3 * shape.hidden * shape.intermediate  # gate, up and down
+    moved = num_touched * per_expert + 2 * num_tokens * shape.hidden
+    return Work(2 * num_tokens * shape.top_k * per_expert, itemsize * moved)
+
+
+@cache
+def roof_of(device: torch.device, dtype: torch.dtype) -> Roof:
+    """The recorded roof of this GPU; where there is none, one measured now, in a second."""
+    recorded = ROOFS.get((device_name(device), dtype))
+    return recorded or Roof(matmul_tflops(device, dtype), copy_gbs(device), "measured at the start")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """A square matmul of torch: 8192³ on a GPU. It tells how hot the GPU is, too."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    ms = median_ms([lambda: torch.mm(a, b.T, out=out)] * 4, device, repeats=5)
+    return 2 * n**3 / (1e9 * ms)
+
+
+def copy_gbs(device: torch.device) -> float:
+    """A copy that no cache holds, counted as read and write."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    ms = median_ms([lambda: target.copy_(source)] * 2, device, repeats=5)
+    return 2 * size / (1e6 * ms)

@@ -1,0 +1,69 @@
+"""How pytest-benchmark times a call here: by the GPU's own clock, or by the CPU's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from tmoe.demo.timing import capture
+
+Call = Callable[[], object]
+
+ROUNDS = 10
+LEAD_SECONDS = 2e-4
+
+
+class DeviceTimer:
+    """A timer for pytest-benchmark in seconds per call, where a round is `calls` calls.
+
+    pytest-benchmark reads its timer before and after a round and subtracts. A reading here is an
+    event in the stream; nothing waits for it until the subtraction, so launching isn't measured.
+    """
+
+    __name__ = "DeviceTimer"  # what pytest-benchmark writes into its JSON
+    calls = 1
+
+    def __call__(self) -> _Reading:
+        return _Reading(self.calls)
+
+
+class _Reading:
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, earlier: _Reading) -> float:
+        self.event.synchronize()
+        return 1e-3 * earlier.event.elapsed_time(self.event) / self.calls
+
+
+def time_on_gpu(benchmark: BenchmarkFixture, timer: DeviceTimer, calls: Sequence[Call]) -> None:
+    """Rounds are replays of one CUDA graph of all calls.
+
+    Before a short round come replays that aren't timed: the GPU is still busy with them when the
+    round is queued, so that launching the graph isn't measured.
+    """
+    graph = capture(calls)
+    graph.replay()
+    timer.calls = 1
+    start = timer()
+    graph.replay()
+    lead = math.floor(LEAD_SECONDS / (timer() - start))
+
+    def keep_busy() -> None:
+        for _ in range(lead):
+            graph.replay()
+
+    timer.calls = len(calls)
+    benchmark.pedantic(graph.replay, setup=keep_busy, rounds=ROUNDS, warmup_rounds=1)
+
+
+def time_on_cpu(benchmark: BenchmarkFixture, calls: Sequence[Call]) -> None:
+    """Rounds go through all calls in turn."""
+    turns = cycle(calls)
+    benchmark.pedantic(lambda: next(turns)(), rounds=ROUNDS, iterations=len(calls), warmup_rounds=1)
