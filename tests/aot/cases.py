@@ -1,0 +1,161 @@
+"""What is compiled: the Triton backend's operations at the shapes of real models.
+
+The tensors have no storage, so size costs nothing. Numbers of tokens are such that every tile in
+the table for this GPU is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tmoe.activation import Activation
+from tmoe.backends.triton_backend import TritonBackend
+from tmoe.dispatch.problem import ExpertsSpec
+from tmoe.kernels.tiles import tile_table
+from tmoe.routing import Routing
+
+DEVICE = torch.device("meta")
+BACKEND = TritonBackend()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    launch: Callable[[], object]
+    max_spilled: int = 64  # bytes per thread: a few registers, outside the inner loop
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An MoE layer as a model has it."""
+
+    model: str
+    E: int
+    K: int
+    H: int
+    I: int
+    activation: Activation = Activation("swiglu")
+    bias: bool = False
+    interleaved: bool = False
+    weight_on_input: bool = False
+    transposed: bool = False  # weights stored (E, H, 2I) and (E, I, H)
+
+    def case(self, num_tokens: int, dtype: torch.dtype) -> Case:
+        """The whole layer: sort, both GEMMs, combine."""
+        E, H, I = self.E, self.H, self.I
+        columns = 2 * I if self.activation.gated else I
+        spec = ExpertsSpec(self.activation, self.interleaved, self.weight_on_input, 0, E)
+
+        def launch() -> Tensor:
+            return BACKEND.fused_experts(
+                _empty(num_tokens, H, dtype=dtype),
+                self._weights(E, columns, H, dtype),
+                self._weights(E, H, I, dtype),
+                _empty(num_tokens, self.K, dtype=torch.float32),
+                _empty(num_tokens, self.K, dtype=torch.int32),
+                _empty(E, columns, dtype=dtype) if self.bias else None,
+                _empty(E, H, dtype=dtype) if self.bias else None,
+                spec,
+            )
+
+        return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
+
+    def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        if self.transposed:
+            return _empty(E, columns, rows, dtype=dtype).transpose(1, 2)
+        return _empty(E, rows, columns, dtype=dtype)
+
+
+QWEN3 = Layer("Qwen3-30B-A3B", 128, 8, 2048, 768)
+LAYERS = (
+    Layer("Mixtral-8x7B", 8, 2, 4096, 14336),
+    Layer("DeepSeek-V3", 256, 8, 7168, 2048),
+    Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True),
+    Layer(
+        "gpt-oss-120b",
+        128,
+        4,
+        2880,
+        2880,
+        Activation.swiglu_oai(),
+        bias=True,
+        interleaved=True,
+        transposed=True,
+    ),
+    Layer("gpt-oss-120b, rows first", 128, 4, 2880, 2880, bias=True, interleaved=True),
+    Layer("Nemotron-3-Nano", 128, 6, 2688, 1856, Activation("relu2")),
+    Layer("GeGLU", 64, 8, 2048, 1024, Activation("geglu")),
+)
+# No multiple of 8: neither tensor descriptors nor wide loads can be used. A path for completeness.
+UNALIGNED = Layer("DeepSeek-V2-Lite with I=1407", 64, 6, 2048, 1407)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _at_every_tile(layer: Layer, dtype: torch.dtype) -> list[Case]:
+    """The layer with a number of tokens, and as wide, as each row of the tile table is for."""
+    cases, fewest = [], 1
+    for row in tile_table(DEVICE, dtype):
+        tokens = max(1, fewest * layer.E // layer.K)
+        narrow = row.max_intermediate < layer.I
+        fitting = replace(layer, I=int(row.max_intermediate)) if narrow else layer
+        cases.append(fitting.case(tokens, dtype))
+        if not narrow and row.max_rows < math.inf:
+            fewest = int(row.max_rows) + 1
+    return cases
+
+
+def _grouped_gemm(dtype: torch.dtype) -> Case:
+    E, N, D, S = 64, 2048, 768, 8192
+
+    def launch() -> Tensor:
+        offsets = _empty(E + 1, dtype=torch.int32)
+        return BACKEND.grouped_gemm(
+            _empty(S, D, dtype=dtype), _empty(E, N, D, dtype=dtype), offsets, None
+        )
+
+    return Case(f"grouped_gemm {_short(dtype)}", launch)
+
+
+def _route(num_experts: int, routing: Routing, dtype: torch.dtype) -> Case:
+    logits = _empty(64, num_experts, dtype=dtype)
+    bias = _empty(num_experts, dtype=torch.float32) if routing.takes_bias else None
+    return Case(
+        f"route {routing.method.value} E={num_experts} {_short(dtype)}",
+        lambda: BACKEND.route(logits, routing, bias),
+    )
+
+
+def cases() -> list[Case]:
+    """All cases for the GPU that torch says it has."""
+    bf16 = torch.bfloat16
+    groups = {"n_group": 8, "topk_group": 4}
+    return [
+        _route(8, Routing(8, 2, "Renormalize"), bf16),
+        _route(60, Routing(60, 4, "Default"), bf16),
+        _route(128, Routing(128, 8, "RenormalizeNaive"), torch.float32),
+        _route(512, Routing(512, 10, "Renormalize"), bf16),
+        _route(16, Routing(16, 1, "Llama4"), bf16),
+        _route(128, Routing(128, 8, "SigmoidRenorm"), torch.float16),
+        _route(256, Routing(256, 8, "MiniMax2"), torch.float32),
+        _route(256, Routing(256, 8, "DeepSeekV3", **groups), torch.float32),
+        _grouped_gemm(bf16),
+        *(
+            c
+            for dtype in (bf16, torch.float16, torch.float32)
+            for c in _at_every_tile(QWEN3, dtype)
+        ),
+        *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
+        replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+    ]

@@ -1,0 +1,43 @@
+"""The GPUs that every kernel is compiled for: what each allows, and its matmul instruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    shared: int  # bytes one program may hold: CUDA's opt-in limit per block (HW01), AMD's LDS
+    matmul: str  # the tensor-core instruction of a full tile
+
+    @property
+    def gpu_target(self) -> GPUTarget:
+        if self.name.startswith("gfx"):
+            return GPUTarget("hip", self.name, 64)
+        return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return divmod(int(self.name.removeprefix("sm_")), 10)
+
+    def matmul_of(self, block_m: int) -> str:
+        """What multiplies a tile of so many rows: below 64, a warp by itself."""
+        return self.matmul if block_m >= 64 or self.matmul == "v_mfma" else "mma.sync"
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", shared=166_912, matmul="mma.sync"),
+        Target("sm_89", shared=101_376, matmul="mma.sync"),
+        Target("sm_90", shared=232_448, matmul="wgmma"),
+        Target("sm_100", shared=232_448, matmul="tcgen05.mma"),
+        Target("sm_103", shared=232_448, matmul="tcgen05.mma"),
+        Target("sm_120", shared=101_376, matmul="mma.sync"),
+        Target("gfx942", shared=65_536, matmul="v_mfma"),
+        Target("gfx950", shared=163_840, matmul="v_mfma"),
+    )
+}

@@ -1,0 +1,62 @@
+"""Every kernel, as its launcher launches it, compiles for every GPU in targets.py. Needs no GPU."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.aot.targets import TARGETS, Target
+
+ROOT = Path(__file__).parents[2]
+TENSOR_MEMORY_COLUMNS = 512  # per SM of compute capability 10.x
+
+
+def _compile(target: Target, cache: Path) -> list[dict]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.aot.compile", target.name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _kernels_on_disk() -> set[str]:
+    names = set()
+    for path in (ROOT / "kernels").rglob("*.py"):
+        functions = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+        names |= {function.name for function in functions if function.name.endswith("_kernel")}
+    return names
+
+
+def _faults(kernel: dict, target: Target) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    faults = []
+    if kernel["shared"] > target.shared:
+        faults.append(f"{kernel['shared']} bytes of shared memory, at most {target.shared}")
+    if kernel["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
+        faults.append(f"{kernel['tensor_memory']} columns of tensor memory")
+    if kernel["spilled"] > kernel["max_spilled"]:
+        faults.append(f"spills {kernel['spilled']} bytes, at most {kernel['max_spilled']}")
+    if kernel["kernel"] == "_grouped_gemm_kernel" and kernel["dtype"] in ("bf16", "fp16"):
+        wanted = target.matmul_of(kernel["constants"]["BLOCK_M"])
+        if kernel["instructions"] != [wanted]:
+            faults.append(f"multiplies with {kernel['instructions']}, not with {wanted}")
+    return faults
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+def test_compiles_and_fits(target, tmp_path):
+    compiled = _compile(target, tmp_path)
+    assert {kernel["kernel"] for kernel in compiled} == _kernels_on_disk()
+    faults = [
+        f"{kernel['case']}: {kernel['kernel']} {fault} ({kernel['constants']})"
+        for kernel in compiled
+        for fault in _faults(kernel, target)
+    ]
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,85 @@
+"""What the Triton backend takes and what it refuses, asked about machines that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tmoe.backends.triton_backend import TritonBackend
+from tmoe.dispatch.problem import Machine, Problem
+
+H200 = Machine("cuda", "NVIDIA H200", (9, 0), triton_version="3.6.0")
+PROBLEM = Problem(
+    op="fused_experts", tokens=64, hidden=2048, intermediate=768, num_experts=128, top_k=8,
+    dtype=torch.bfloat16, machine=H200,
+)  # fmt: skip
+
+
+def why_not(machine: Machine = H200, **changes) -> str | None:
+    return TritonBackend().why_not(replace(PROBLEM, machine=machine, **changes))
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [(8, 0), (8, 6), (8, 9), (9, 0), (9, 4), (10, 0), (10, 3), (12, 0), (12, 1)],
+    ids=lambda c: f"{c[0]}.{c[1]}",
+)
+def test_takes_every_gpu_from_8_0_on(capability):
+    """HW02, HW03: each capability by its own number, AMD's 9.4 among them."""
+    assert why_not(replace(H200, capability=capability)) is None
+
+
+def test_refuses_older_gpus_by_number():
+    refusal = why_not(replace(H200, capability=(7, 5)))
+    assert "8.0" in refusal and "7.5" in refusal
+
+
+@pytest.mark.parametrize("op", ["route", "grouped_gemm", "fused_experts"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:]
+)
+def test_takes_the_dtypes(op, dtype):
+    assert why_not(op=op, dtype=dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (replace(H200, triton_version=None), "isn't installed"),
+        (replace(H200, triton_version="3.5.1"), "3.5.1"),
+        (Machine("cpu", triton_version="3.7.1"), "TRITON_INTERPRET=1"),
+        (Machine("mps", triton_version="3.7.1"), "mps"),
+    ],
+    ids=["no-triton", "old-triton", "cpu", "mps"],
+)
+def test_refuses_machines_in_words(machine, said):
+    assert said in why_not(machine)
+
+
+def test_takes_a_cpu_under_the_interpreter():
+    assert why_not(Machine("cpu", triton_version="3.7.1", interpreted=True)) is None
+
+
+def test_newer_and_local_versions_of_triton_are_fine():
+    """EN02: compared as versions, local suffix and all, not as text."""
+    for version in ("3.6.0+git1234", "3.10.0", "4.0.0rc1"):
+        assert why_not(replace(H200, triton_version=version)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"needs_grad": True}, "backward"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"scheme": "fp8_block"}, "fp8_block"),
+    ],
+    ids=["gradients", "fp64", "quantised"],
+)
+def test_refuses_problems_in_words(change, said):
+    assert said in why_not(**change)
+
+
+def test_deterministic_and_batch_invariant_are_fine():
+    assert why_not(deterministic=True, batch_invariant=True) is None

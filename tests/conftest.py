@@ -1,0 +1,58 @@
+"""One suite, two places: on a machine without a GPU the kernels run under Triton's interpreter.
+
+`pytest -m gpu` is what needs a device: real shapes, several devices, CUDA graphs.
+"""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nobody wrote holds NaN (floats) or a large negative number (integers)."""
+
+    @torch.no_grad()
+    def poison(tensor):
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype in (torch.int32, torch.int64):
+            return tensor.fill_(-(2**30))
+        return tensor
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _poisoning(getattr(torch, name), poison))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name), poison))
+
+
+def _poisoning(allocate, poison):
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        ours = not isinstance(tensor, torch._subclasses.FakeTensor) and tensor.device.type != "meta"
+        return poison(tensor) if ours else tensor
+
+    return allocate_poisoned

@@ -1,0 +1,201 @@
+"""The ``tmoe`` command: in this process, in a real one, and on crafted machines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from typer.testing import CliRunner
+
+import tmoe
+from tmoe import doctor
+from tmoe.cli import app
+from tmoe.dispatch.problem import Machine
+from tmoe.dispatch.resolve import NoBackendError
+
+ROOT = Path(__file__).parents[1]
+LAYER = ["--experts", "8", "--top-k", "2", "--hidden", "4096", "--intermediate", "14336"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def python(*args, path=(), **env):
+    """Run Python in a process of its own that finds tmoe and whatever is in `path`."""
+    search = os.pathsep.join(map(str, (*path, ROOT)))
+    return subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, "PYTHONPATH": search, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def without(*modules):
+    """Source of a program that runs ``tmoe`` as if `modules` were not installed."""
+    hide = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))"
+    return f"{hide}; from tmoe.cli import app; app()"
+
+
+def test_module_and_command_are_the_same():
+    done = python("-m", "tmoe", "--help")
+    assert done.returncode == 0
+    for command in ("demo", "doctor", "explain"):
+        assert command in done.stdout
+
+
+def test_help_is_light():
+    done = python(
+        "-c", "import sys, tmoe.cli; print({'transformers', 'matplotlib'} & {*sys.modules})"
+    )
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_demo_runs_and_draws(tmp_path):
+    out = tmp_path / "pictures"
+    done = invoke(
+        "demo", "--bytes", "1024", "--new-bytes", "8", "--out", str(out), "--device", "cpu"
+    )
+    assert done.exit_code == 0, done.output
+    assert "FAIL" not in done.output
+    for said in (
+        "4 of 4 MoE layers run on tmoe",
+        "the same 8 bytes",
+        "bit for bit",
+        "bits per byte",
+    ):
+        assert said in " ".join(done.output.split())
+    assert "Triton, interpreted, bfloat16" in done.output
+    assert imread(out / "experts.png")[..., :3].std() > 0.05
+
+
+def test_demo_that_finds_a_difference_exits_with_one(monkeypatch):
+    from tmoe.demo import run
+
+    monkeypatch.setattr(run, "run_demo", lambda *args, **kwargs: False)
+    assert invoke("demo").exit_code == 1
+
+
+@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+def test_demo_says_what_to_install(missing, tmp_path):
+    done = python("-c", without(missing), "demo", "--bytes", "512", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert f"tmoe demo needs {missing}: pip install 'tmoe[demo]'" in done.stderr
+
+
+def test_doctor_prints_and_dumps():
+    shown = invoke("doctor")
+    assert shown.exit_code == 0 and "cache folder" in shown.output
+    found = json.loads(invoke("doctor", "--json").output)
+    assert found["versions"]["torch"] == torch.__version__
+    assert [backend["name"] for backend in found["backends"] if backend["accepted"]]
+    assert all(backend["reason"] for backend in found["backends"])
+
+
+def test_doctor_writes_to_the_folder_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path / "cache"))
+    found = doctor.diagnose()
+    assert found.cache_dir == str(tmp_path / "cache") and found.cache_problem is None
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_doctor_on_a_read_only_home_and_a_flashinfer_that_breaks(tmp_path):
+    package = tmp_path / "site"
+    (package / "flashinfer").mkdir(parents=True)
+    (package / "flashinfer" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    info = package / "flashinfer_python-0.6.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.6.5\n"
+    )
+    home = tmp_path / "home"
+    home.write_text("a file: nothing can be made below it, by root neither")
+    env = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "TMOE_CACHE_DIR": ""}
+    done = python("-m", "tmoe", "doctor", "--json", path=[package], **env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["versions"]["flashinfer"] == "0.6.5"
+    assert any("FlashInfer 0.6.5 is outside" in hint for hint in found["hints"])
+    assert found["cache_dir"].startswith(str(home)) and found["cache_problem"] == "Not a directory"
+
+
+def test_doctor_without_triton_and_transformers():
+    done = python("-c", without("triton", "transformers"), "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["versions"]["triton"] is None
+    verdicts = {backend["name"]: backend["accepted"] for backend in found["backends"]}
+    assert not verdicts["triton"]
+    assert any("Triton isn't installed" in hint for hint in found["hints"])
+
+
+def machine(torch_version="2.13.0+cpu", triton="3.7.1", device_type="cpu", interpreted=False):
+    return Machine(device_type, "a machine", None, torch_version, triton, interpreted)
+
+
+@pytest.mark.parametrize(
+    ("where", "versions", "said"),
+    [
+        (machine(), {}, None),
+        (machine("2.11.0+cu130", "3.6.0"), {"numpy": "2.3.5"}, None),
+        (machine("2.11.0+cu130", "3.6.0"), {"numpy": "2.4.0"}, "breaks with NumPy 2.4.0"),
+        (machine("2.13.0", "3.6.0"), {"numpy": "2.3.5"}, "torch 2.13 goes with Triton 3.7"),
+        (machine("2.14.1", "3.7.1"), {}, "torch 2.14 goes with Triton 3.8"),
+        (machine("2.99.0", "9.9.9"), {}, None),
+        (machine("2.13.0", None), {}, "pip install 'triton==3.7.*'"),
+        (machine("2.99.0", None), {}, "pip install 'triton'"),
+        (machine(device_type="cuda", interpreted=True), {}, "TRITON_INTERPRET=1 is set"),
+        (machine(interpreted=True), {}, None),
+        (machine(), {"flashinfer": "0.8.0"}, "FlashInfer 0.8.0 is outside"),
+        (machine(), {"flashinfer": "0.7.4"}, None),
+    ],
+)
+def test_hints(where, versions, said):
+    found = doctor.hints({"numpy": "2.4.6", "flashinfer": None, **versions}, where)
+    if said is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and said in found[0]
+
+
+def test_explain_names_the_backend_and_the_reasons():
+    done = invoke("explain", *LAYER, "--tokens", "64", "--dtype", "bf16")
+    assert done.exit_code == 0, done.output
+    for said in ("H=4096", "I=14336", "E=8", "K=2", "bfloat16", "torch", "triton"):
+        assert said in done.output
+
+
+def test_explain_for_training_takes_a_backend_with_gradients():
+    done = invoke("explain", *LAYER, "--needs-grad")
+    assert done.exit_code == 0 and "-> torch" in done.output
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--top-k", "9"], "at most --experts"),
+        (["--activation", "tanh"], "swiglu"),
+        (["--dtype", "fp8"], "bf16"),
+        (["--hidden", "0"], "hidden"),
+    ],
+)
+def test_explain_refuses_what_makes_no_sense(extra, said):
+    done = invoke("explain", *LAYER, *extra)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_explain_exits_with_one_when_nothing_can_run(monkeypatch):
+    def refuse(problem):
+        raise NoBackendError("no backend can run it\n  torch: too large")
+
+    monkeypatch.setattr(tmoe, "explain", refuse)
+    done = invoke("explain", *LAYER)
+    assert done.exit_code == 1 and "torch: too large" in done.output

@@ -1,0 +1,166 @@
+"""torch.compile without graph breaks, torch.export, and torch's own checks of the custom ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tmoe
+from tmoe.options import current
+
+E, K, H, I = 6, 2, 16, 8
+ROUTING = tmoe.Routing(E, K, "Renormalize")
+
+
+class Layer(nn.Module):
+    """A router and experts by hand: every public function, with its checks, is traced."""
+
+    def __init__(self, **keywords):
+        super().__init__()
+        self.router = nn.Linear(H, E, bias=False)
+        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * I, H) / 4)
+        self.down_proj = nn.Parameter(torch.randn(E, H, I) / 4)
+        self.gate_up_bias = nn.Parameter(torch.randn(E, 2 * I) / 4)
+        self.keywords = keywords
+
+    def forward(self, x):
+        return tmoe.moe(
+            x, self.router(x), self.gate_up_proj, self.down_proj, ROUTING,
+            gate_up_bias=self.gate_up_bias, **self.keywords,
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def num_compiles() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("training", [False, True])
+def test_any_number_of_tokens_compiles_at_most_twice(training, compiler):
+    """CG11, SH08, EM07: no graph break; results and gradients equal eager's."""
+    layer = Layer(activation="swiglu_oai", interleaved=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    parameters = list(layer.parameters())
+    with torch.set_grad_enabled(training):
+        for T in (64, 7, 1):
+            x = torch.randn(T, H, requires_grad=training)
+            torch._dynamo.mark_dynamic(x, 0)
+            got, want = compiled(x), layer(x)
+            torch.testing.assert_close(got, want)
+            if training:
+                for mine, theirs in zip(
+                    torch.autograd.grad(got.square().sum(), [x, *parameters]),
+                    torch.autograd.grad(want.square().sum(), [x, *parameters]),
+                    strict=True,
+                ):
+                    torch.testing.assert_close(mine, theirs)
+    assert num_compiles() <= 2
+
+
+def test_without_a_mark_it_compiles_at_most_twice():
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for T in (64, 7, 33, 65):
+            assert compiled(torch.randn(T, H)).shape == (T, H)
+    assert num_compiles() <= 2
+
+
+def test_zero_tokens_compiled():
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    assert compiled(torch.randn(0, H)).shape == (0, H)
+
+
+def test_grouped_gemm_and_out_compile():
+    b, bias = torch.randn(3, 5, H, requires_grad=True), torch.randn(3, 5)
+    offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+
+    @torch.compile(fullgraph=True)
+    def gemm(a, b):
+        return tmoe.grouped_gemm(a, b, offsets, bias=bias)
+
+    @torch.compile(fullgraph=True)
+    def gemm_out(a, b, out):
+        return tmoe.grouped_gemm(a, b, offsets, bias=bias, out=out) + 1
+
+    a = torch.randn(6, H)
+    want = tmoe.grouped_gemm(a, b, offsets, bias=bias)
+    torch.testing.assert_close(gemm(a, b), want)
+    torch.testing.assert_close(
+        torch.autograd.grad(gemm(a, b).sum(), b), torch.autograd.grad(want.sum(), b)
+    )
+    out = torch.zeros(6, 5)
+    torch.testing.assert_close(gemm_out(a, b.detach(), out), want.detach() + 1)
+    torch.testing.assert_close(out, want.detach())
+
+
+def test_autocast_compiles():
+    layer, x = Layer(), torch.randn(4, H)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(x), layer(x)) and layer(x).dtype == torch.bfloat16
+
+
+def test_options_count_when_compiled_code_runs():
+    """The dispatcher runs inside the op: it is never traced, so nothing about it is frozen."""
+    layer, x = Layer(), torch.randn(4, H)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(x)
+        with tmoe.options(batch_invariant=True, backend="torch"):
+            assert current().batch_invariant
+            with pytest.raises(tmoe.NoBackendError, match="not batch invariant"):
+                compiled(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    """For any number of tokens; the program chooses its backend as eager inference does."""
+    layer = Layer()
+    tokens = torch.export.Dim("tokens", min=1, max=1024)
+    program = torch.export.export(
+        layer, (torch.randn(4, H),), dynamic_shapes=({0: tokens},), strict=strict
+    )
+    nodes = {node.target: node for node in program.graph.nodes if node.op == "call_function"}
+    needs_grad = nodes[torch.ops.tmoe.fused_experts.default].args[-1]
+    assert needs_grad is False
+    for T in (1, 9):
+        x = torch.randn(T, H)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def _samples():
+    x, gate_up, down = torch.randn(4, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    weights, ids = tmoe.route(torch.randn(4, E), ROUTING)
+    experts = (x, gate_up, down, weights, ids, None, torch.randn(E, H), "swiglu", 1.0, float("inf"),
+               False, False, 0, E)  # fmt: skip
+    gemm = (torch.randn(6, H), gate_up, torch.tensor([0, 2, 2, 5, 6, 6, 6]).int(), None)
+    logits = (torch.randn(4, E), torch.randn(E), K, "DeepSeekV3", 2, 1, 2.5)
+    return {"fused_experts": experts, "grouped_gemm": gemm, "route": logits}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", "route"])
+def test_opcheck(op, needs_grad):
+    """torch's own check: schema, fake kernel, autograd registration, dynamic shapes."""
+    args = _samples()[op]
+    if needs_grad:
+        for arg in args[:1] if op == "route" else args:
+            if isinstance(arg, torch.Tensor) and arg.is_floating_point():
+                arg.requires_grad_()
+    torch.library.opcheck(getattr(torch.ops.tmoe, op).default, (*args, needs_grad))
+
+
+@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm"])
+def test_opcheck_of_the_out_variant(op):
+    args = _samples()[op]
+    want = getattr(torch.ops.tmoe, op).default(*args, False)
+    torch.library.opcheck(
+        getattr(torch.ops.tmoe, f"{op}_out").default, (torch.zeros_like(want), *args)
+    )
