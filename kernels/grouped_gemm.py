@@ -27,6 +27,7 @@ from tmoe.kernels.activation_ref import activate_ref
 from tmoe.kernels.casts import narrow, widen
 from tmoe.kernels.descriptors import describe_rows, describe_weights
 from tmoe.kernels.launch import (
+    cdiv,
     fp32_precision,
     num_multiprocessors,
     pdl_options,
@@ -247,16 +248,16 @@ def grouped_gemm(
     """
     N, D = out.shape[1], w.shape[2]
     max_tiles = order.tiles.shape[0]
-    programs = max_tiles * triton.cdiv(N, tile.block_n)
+    programs = max_tiles * cdiv(N, tile.block_n)
     if programs == 0:
         return out
     if tile.persistent:
         programs = min(programs, num_multiprocessors(out.device))
     tma = supports_tma(out.device)
     w_tiles = describe_weights(w, tile, gated=gated, interleaved=interleaved) if tma else None
-    a_tiles = a_halves = None
-    if tma and not gather:
-        a_tiles = describe_rows(a, tile.block_m, tile.block_d)
+    a_tiles = describe_rows(a, tile.block_m, tile.block_d) if tma and not gather else None
+    a_halves = a_tiles
+    if a_tiles is not None and tile.halves_tails:
         a_halves = describe_rows(a, tile.block_m // 2, tile.block_d)
     _grouped_gemm_kernel[(programs,)](
         out, a_tiles or a, a_halves or a, w_tiles or w,

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from tmoe.kernels.casts import INTERPRETED, widen
+from tmoe.kernels.launch import cdiv, next_power_of_2
 from tmoe.kernels.route_ref import route_ref  # noqa: F401  (in torch; usable without Triton)
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -192,17 +193,17 @@ def route(
     ids = logits.new_empty((T, top_k), dtype=torch.int32)
     if T == 0:
         return weights, ids
-    block_g = triton.next_power_of_2(n_group)
-    block_s = triton.next_power_of_2(E // n_group)
+    block_g = next_power_of_2(n_group)
+    block_s = next_power_of_2(E // n_group)
     # 16 values in each lane of a warp, as far as 16 rows do it; never a function of T.
     block_t = min(16, max(1, 512 // (block_g * block_s)))
-    _route_kernel[(triton.cdiv(T, block_t),)](
+    _route_kernel[(cdiv(T, block_t),)](
         weights, ids, logits, bias,
         T, *logits.stride(), 0 if bias is None else bias.stride(0),
         scaling_factor, epsilon, min_sum,
         K=top_k, SCORE=score, NORMALISE=normalise,
         N_GROUP=n_group, TOPK_GROUP=topk_group, GROUP_SIZE=E // n_group,
-        BLOCK_T=block_t, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_G=block_g, BLOCK_S=block_s,
+        BLOCK_T=block_t, BLOCK_K=next_power_of_2(top_k), BLOCK_G=block_g, BLOCK_S=block_s,
         num_warps=1,
     )  # fmt: skip
     return weights, ids

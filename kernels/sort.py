@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.launch import pdl_options
+from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
 
 RECOUNT_SLOTS = 1024  # beyond, programs that each count everything would do quadratic work
 MAX_BLOCK_S = 128  # a block's ranks come from BLOCK_S² comparisons
@@ -220,13 +220,13 @@ def sort_tokens(
     S, device = T * K, topk_ids.device
     most = max_tiles(S, E, block_m)
     recount = S <= RECOUNT_SLOTS
-    block_s = min(MAX_BLOCK_S, max(16, triton.next_power_of_2(S)))
-    num_blocks = triton.cdiv(S, block_s)
+    block_s = min(MAX_BLOCK_S, max(16, next_power_of_2(S)))
+    num_blocks = cdiv(S, block_s)
     counted = (0, 0) if recount else (num_blocks * E, E)
     arrays = _int32_arrays(device, E + 1, S, S, 3 * most, 1, *counted)
     offsets, row_to_slot, slot_to_row, tiles, num_tiles = arrays[:5]
     ids = (topk_ids, *topk_ids.stride(), S, K, first_expert, E)
-    blocks = {"BLOCK_S": block_s, "BLOCK_E": max(16, triton.next_power_of_2(E))}
+    blocks = {"BLOCK_S": block_s, "BLOCK_E": max(16, next_power_of_2(E))}
     pdl = pdl_options(device)
     if S == 0:
         offsets.zero_()
@@ -235,10 +235,10 @@ def sort_tokens(
         if not recount:
             block_counts, expert_counts = arrays[5:]
             _count_kernel[(num_blocks,)](block_counts, *ids, **blocks, **pdl)
-            _scan_kernel[(triton.cdiv(E, 16),)](
+            _scan_kernel[(cdiv(E, 16),)](
                 block_counts, expert_counts, num_blocks, E, CHUNK=128, BLOCK_E=16, **pdl
             )
-        all_slots = max(16, triton.next_power_of_2(S)) if recount else 0
+        all_slots = max(16, next_power_of_2(S)) if recount else 0
         _sort_kernel[(num_blocks,)](
             *arrays, *ids, RECOUNT=recount, ALL_SLOTS=all_slots, BLOCK_M=block_m, **blocks, **pdl
         )
@@ -253,7 +253,7 @@ def tile_rows(expert_offsets: Tensor, num_rows: int, *, block_m: int) -> SortedT
     tiles, num_tiles = _int32_arrays(device, 3 * most, 1)
     _tiles_kernel[(16,)](
         tiles, num_tiles, expert_offsets, E,
-        BLOCK_M=block_m, BLOCK_E=max(16, triton.next_power_of_2(E)), **pdl_options(device),
+        BLOCK_M=block_m, BLOCK_E=max(16, next_power_of_2(E)), **pdl_options(device),
     )  # fmt: skip
     none = expert_offsets.new_empty(0)
     return SortedTokens(expert_offsets, none, none, tiles.view(most, 3), num_tiles, block_m, 1)

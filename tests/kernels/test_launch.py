@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import triton
 
-from tmoe.kernels.launch import fp32_precision
+from tmoe.kernels.launch import cdiv, fp32_precision, next_power_of_2
 
 
 @pytest.fixture
@@ -29,3 +30,11 @@ def test_tf32_by_the_older_setting(matmul):
     assert fp32_precision() == "tf32"
     matmul.allow_tf32 = False
     assert fp32_precision() == "ieee"
+
+
+def test_sizes_are_rounded_as_triton_rounds_them():
+    for n in [1, 2, 3, 127, 128, 129, 65535, 65536, 65537, 2**31 - 1]:
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+        for step in (1, 16, 128):
+            assert cdiv(n, step) == triton.cdiv(n, step)
+    assert cdiv(0, 16) == 0
