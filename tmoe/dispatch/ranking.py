@@ -21,7 +21,8 @@ RANKING = (
         (
             (
                 "triton",
-                "fused kernels: no separate gather, activation or scatter passes, no host sync",
+                "no separate gather, activation or scatter passes, no host sync; 1.98 times as "
+                "fast as grouped_mm on an H200 in bf16 (bench/results/h200_layer.json)",
             ),
             ("torch", "plain torch, differentiable; several passes over the rows"),
         ),
