@@ -162,7 +162,7 @@ def _rows_by_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return y
     for e, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            y[start:end] = _matmul(a[start:end], b[e].t())
+            _matmul(a[start:end], b[e].t(), out=y[start:end])
     return y
 
 
@@ -176,7 +176,7 @@ def _outer_by_experts(dy: Tensor, a: Tensor, offsets: Tensor) -> Tensor:
         return db
     for e, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            db[e] = _matmul(dy[start:end].t(), a[start:end])
+            _matmul(dy[start:end].t(), a[start:end], out=db[e])
     return db
 
 
@@ -190,12 +190,13 @@ def _result_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
     if torch.float16 not in (a.dtype, b.dtype):
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a.half(), b.half(), out_dtype=torch.float32)
-    return a.float() @ b.float()
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        out.copy_(torch.mm(a.half(), b.half(), out_dtype=torch.float32))
+    else:
+        out.copy_(a.float() @ b.float())
 
 
 def _groupable(*operands: Tensor) -> bool:
