@@ -1,4 +1,4 @@
-"""How the rows of `kernels/tiles.py` are found: `python -m bench.tune_tiles --out tiles.jsonl`.
+"""Look for better rows for `kernels/tiles.py`: `python -m bench.tune_tiles --out tiles.jsonl`.
 
 For each layer and number of tokens it times both projections alone with every candidate tile that
 suits the rows per expert, then the whole layer with the best pairs and with the tiles that the
@@ -39,14 +39,16 @@ CANDIDATES = (
     (
         16,
         [Tile(16, n, d, 4, s) for n, d, s in
-         ((16, 256, 4), (32, 128, 4), (32, 128, 6), (32, 256, 4), (64, 64, 6), (64, 128, 4))],
+         ((16, 256, 4), (32, 128, 4), (32, 128, 6), (32, 256, 4), (64, 64, 6), (64, 128, 4))]
+        + [Tile(32, 64, 128, 4, 3)],
         [Tile(16, n, d, 4, s) for n, d, s in
-         ((32, 256, 4), (64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 64, 5), (128, 128, 3))],
+         ((32, 256, 4), (64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 64, 5), (128, 128, 3))]
+        + [Tile(32, 128, 128, 4, 3)],
     ),
     (
         64,
         [Tile(m, n, d, 4, s) for m, n, d, s in
-         ((32, 64, 128, 3), (32, 128, 64, 4), (64, 64, 64, 4), (64, 64, 128, 3), (64, 128, 64, 4))],
+         ((32, 64, 128, 3), (32, 128, 64, 4), (64, 64, 64, 4), (64, 128, 64, 4), (64, 128, 64, 5))],
         [*(Tile(m, n, d, 4, s) for m, n, d, s in
            ((32, 128, 128, 3), (32, 128, 64, 5), (64, 128, 64, 4), (64, 256, 64, 3))),
          *(Tile(64, n, 64, 4, 4, persistent=True) for n in (128, 256))],

@@ -44,6 +44,7 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def _is_hopper_or_newer(device: torch.device) -> bool:
     name = architecture(device)
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90

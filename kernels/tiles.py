@@ -60,7 +60,8 @@ class LayerTiles:
 
 # Few rows: the weights stream by once, and a tile only has to keep enough bytes in flight: wide
 # steps of the depth, and 16 rows, the tensor cores' minimum. Narrow experts (TP shards) make few
-# tiles, so theirs are narrower. Many rows: 128 × 256 products keep the tensor cores busy.
+# tiles, so theirs are narrower, and at a middling height their short sums (D = I) gain from a
+# persistent down projection. Many rows: 128 × 256 products keep the tensor cores busy.
 HOPPER = (
     LayerTiles(Tile(16, 32, 256, 4, 4), Tile(16, 128, 128, 4, 3), 8, max_intermediate=256),
     LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 3), 8),

@@ -75,7 +75,7 @@ class TritonBackend:
             described=can_describe(b),
             batch_invariant=current().batch_invariant,
         ).down
-        expert_offsets = expert_offsets.to(torch.int32).contiguous()
+        expert_offsets = expert_offsets.contiguous()
         rows = tile_rows(expert_offsets, S, block_m=tile.block_m)
         grouped_gemm(y, a, b, rows, tile, bias=bias)
         return clear_tail(y, expert_offsets)
