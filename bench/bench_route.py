@@ -31,4 +31,4 @@ def test_route(measure, shape, tokens, backend, device):
         assert_matches(got[0], truth, weights)
 
     moved = 4 * tokens * (shape.num_experts + 2 * shape.top_k)  # logits; weights and ids
-    measure(route, inputs, check, Work(0, moved), method=routing.method.name)
+    measure(route, inputs, check, Work(0, moved), method=routing.name)

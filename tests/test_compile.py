@@ -141,18 +141,22 @@ def _samples():
     experts = (x, gate_up, down, weights, ids, None, torch.randn(E, H), "swiglu", 1.0, float("inf"),
                False, False, 0, E)  # fmt: skip
     gemm = (torch.randn(6, H), gate_up, torch.tensor([0, 2, 2, 5, 6, 6, 6]).int(), None)
-    logits = (torch.randn(4, E), torch.randn(E), K, "DeepSeekV3", 2, 1, 2.5)
-    return {"fused_experts": experts, "grouped_gemm": gemm, "route": logits}
+    rule = tmoe.RoutingRule(score="sigmoid", takes_bias=True, takes_expert_scale=True)
+    recipe = tmoe.Routing(E, K, rule).json
+    logits = (torch.randn(4, E), torch.randn(E), torch.rand(E), None, recipe, True, True)
+    router = (torch.randn(4, H), torch.randn(E, H), torch.randn(E), *logits[1:5])
+    return {"fused_experts": experts, "grouped_gemm": gemm, "route": logits, "router": router}
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", "route"])
+@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", "route", "router"])
 def test_opcheck(op, needs_grad):
     """torch's own check: schema, fake kernel, autograd registration, dynamic shapes."""
     args = _samples()[op]
     if needs_grad:
-        for arg in args[:1] if op == "route" else args:
-            if isinstance(arg, torch.Tensor) and arg.is_floating_point():
+        selection_bias = {"route": 1, "router": 3}.get(op)
+        for i, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor) and arg.is_floating_point() and i != selection_bias:
                 arg.requires_grad_()
     torch.library.opcheck(getattr(torch.ops.tmoe, op).default, (*args, needs_grad))
 

@@ -23,6 +23,7 @@ ROOMS = {
     "routing": ("checks",),
     "registry": (),
     "options": ("checks", "registry"),
+    "formats": ("kernels", "checks"),
     "dispatch": (*WORDS, "registry", "options"),
     "backends": (*WORDS, "registry", "options", "kernels", "dispatch"),
     "library": (*WORDS, "registry", "options", "dispatch", "backends"),

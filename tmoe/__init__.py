@@ -16,7 +16,7 @@ from .dispatch.explain import explain  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .ops import fused_experts, grouped_gemm, moe, route  # noqa: E402
 from .options import options  # noqa: E402
-from .routing import Routing, RoutingMethod  # noqa: E402
+from .routing import Routing, RoutingMethod, RoutingRule  # noqa: E402
 
 if _TYPE_CHECKING:
     from . import integrations
@@ -32,6 +32,7 @@ __all__ = [
     "Router",
     "Routing",
     "RoutingMethod",
+    "RoutingRule",
     "explain",
     "fused_experts",
     "grouped_gemm",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
-from tmoe.dispatch.problem import ExpertsSpec
+from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
 from tmoe.kernels.tiles import tile_table
 from tmoe.routing import Routing
 
@@ -128,12 +128,26 @@ def _grouped_gemm(dtype: torch.dtype) -> Case:
     return Case(f"grouped_gemm {_short(dtype)}", launch)
 
 
-def _route(num_experts: int, routing: Routing, dtype: torch.dtype) -> Case:
-    logits = _empty(64, num_experts, dtype=dtype)
-    bias = _empty(num_experts, dtype=torch.float32) if routing.takes_bias else None
+def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: bool) -> Case:
+    rule, E = routing.rule, routing.num_experts
+    logits = _empty(num_tokens, routing.num_logits, dtype=dtype)
+    inputs = RouteInputs(
+        bias=_empty(E, dtype=torch.float32) if rule.takes_bias else None,
+        expert_scale=_empty(E, dtype=dtype) if rule.takes_expert_scale else None,
+        **wants,
+    )
     return Case(
-        f"route {routing.method.value} E={num_experts} {_short(dtype)}",
-        lambda: BACKEND.route(logits, routing, bias),
+        f"route {routing.name} E={E} {_short(dtype)}",
+        lambda: BACKEND.route(logits, routing, inputs),
+    )
+
+
+def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Case:
+    x, weight = _empty(16, H, dtype=dtype), _empty(E, H, dtype=weight_dtype)
+    routing = Routing(E, 2, "Renormalize")
+    return Case(
+        f"router E={E} {_short(dtype)} x {_short(weight_dtype)}",
+        lambda: BACKEND.router(x, weight, None, routing, RouteInputs()),
     )
 
 
@@ -142,14 +156,20 @@ def cases() -> list[Case]:
     bf16 = torch.bfloat16
     groups = {"n_group": 8, "topk_group": 4}
     return [
-        _route(8, Routing(8, 2, "Renormalize"), bf16),
-        _route(60, Routing(60, 4, "Default"), bf16),
-        _route(128, Routing(128, 8, "RenormalizeNaive"), torch.float32),
-        _route(512, Routing(512, 10, "Renormalize"), bf16),
-        _route(16, Routing(16, 1, "Llama4"), bf16),
-        _route(128, Routing(128, 8, "SigmoidRenorm"), torch.float16),
-        _route(256, Routing(256, 8, "MiniMax2"), torch.float32),
-        _route(256, Routing(256, 8, "DeepSeekV3", **groups), torch.float32),
+        _route(Routing(8, 2, "Renormalize"), bf16, num_tokens=8192),
+        _route(Routing(128, 8, "RenormalizeNaive"), bf16, num_tokens=8192, want_probs=True),
+        _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
+        _router(8, 4096, bf16, bf16),
+        _router(128, 2048, torch.float16, torch.float16),
+        _router(256, 7168, bf16, torch.float32),
+        _route(Routing(8, 2, "Renormalize"), bf16),
+        _route(Routing(60, 4, "Default"), bf16),
+        _route(Routing(128, 8, "RenormalizeNaive"), torch.float32),
+        _route(Routing(512, 10, "Renormalize"), bf16),
+        _route(Routing(16, 1, "Llama4"), bf16),
+        _route(Routing(128, 8, "SigmoidRenorm"), torch.float16),
+        _route(Routing(256, 8, "MiniMax2"), torch.float32),
+        _route(Routing(256, 8, "DeepSeekV3", **groups), torch.float32),
         _grouped_gemm(bf16),
         *(
             c

@@ -10,6 +10,7 @@ from tmoe import registry
 from tmoe.dispatch.problem import Machine, Problem, token_bucket
 from tmoe.dispatch.ranking import RANKING, ranking
 from tmoe.dispatch.resolve import candidates, resolve
+from tmoe.routing import Routing
 
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), triton_version="3.6.0")
 MI300 = Machine("cuda", "AMD Instinct MI300X", (9, 4), triton_version="3.6.0")
@@ -126,5 +127,5 @@ def test_problems_are_hashable_and_print_in_one_line():
     gemm = problem(op="grouped_gemm", top_k=1, machine=LAPTOP, has_bias=True)
     assert str(gemm) == "grouped_gemm(T<=64, D=2048, N=768, E=128, K=1, bfloat16, has bias) on cpu"
     assert hash(gemm) == hash(problem(op="grouped_gemm", top_k=1, machine=LAPTOP, has_bias=True))
-    routing = problem(op="route", hidden=0, intermediate=0, method="Default")
+    routing = problem(op="route", hidden=0, intermediate=0, routing=Routing(128, 8, "Default"))
     assert str(routing) == "route(T<=64, E=128, K=8, bfloat16, Default) on NVIDIA H200"

@@ -11,8 +11,8 @@ from tmoe.kernels.route import route, route_ref
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-PLAIN = dict(score="none", normalise="softmax")  # Renormalize
-SIGMOID = dict(score="sigmoid", normalise="sum", epsilon=1e-20)  # DeepSeekV3
+PLAIN = dict(weight="softmax")  # Renormalize
+SIGMOID = dict(score="sigmoid", renormalize=True, epsilon=1e-20)  # DeepSeekV3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EXPERTS = [1, 3, 5, 8, 60, 64, 128, 160, 256, 384]
 METHODS = [method.name for method in RoutingMethod]
-PLAIN = dict(score="none", normalise="softmax")  # Renormalize
-SIGMOID = dict(score="sigmoid", normalise="sum", epsilon=1e-20)  # DeepSeekV3
+PLAIN = dict(weight="softmax")  # Renormalize
+SIGMOID = dict(score="sigmoid", renormalize=True, epsilon=1e-20)  # DeepSeekV3
+SOFTMAXES = [PLAIN, dict(score="softmax"), dict(score="softmax", renormalize=True)]
 NAN, INF = math.nan, math.inf
 
 
@@ -84,7 +85,7 @@ def test_lanes_without_an_expert_are_never_selected(E, device):
     """RT06: a filler of 0 would beat real logits that are all negative."""
     logits = torch.full((17, E), -50.0, device=device)
     bias = torch.full((E,), -3.0, device=device)
-    for recipe in (PLAIN, dict(score="softmax", normalise="none"), SIGMOID | dict(bias=bias)):
+    for recipe in (PLAIN, dict(score="softmax"), SIGMOID | dict(bias=bias)):
         _, ids = route(logits, top_k=2, **recipe)
         assert torch.equal(ids.cpu(), torch.tensor([[0, 1]]).int().expand(17, 2))
 
@@ -160,8 +161,8 @@ def test_not_finite(method, dtype, device):
 
 def test_an_infinite_logit_takes_all(device):
     logits = torch.tensor([[1.0, INF, 2.0, 0.0], [INF, 1.0, 0.0, INF]], device=device)
-    for score, normalise in (("none", "softmax"), ("softmax", "none"), ("softmax", "sum")):
-        weights, ids = route(logits, top_k=2, score=score, normalise=normalise)
+    for recipe in SOFTMAXES:
+        weights, ids = route(logits, top_k=2, **recipe)
         assert ids[:, 0].tolist() == [1, 0] and ids[1, 1] == 3
         assert weights.tolist() == [[1.0, 0.0], [0.5, 0.5]]
 
@@ -204,7 +205,7 @@ def test_no_tokens(device):
 def test_a_row_does_not_depend_on_its_batch(E, device):
     """DT01: also not on the alignment of its memory or on a stride that a batch of one may have."""
     logits = torch.randn(33, E, device=device).to(torch.bfloat16)
-    for recipe in (PLAIN, dict(score="softmax", normalise="none"), SIGMOID):
+    for recipe in (PLAIN, dict(score="softmax"), SIGMOID):
         weights, ids = route(logits, top_k=4, **recipe)
         for t in (0, 7, 32):
             shifted = torch.randn(E + 1, device=device).to(torch.bfloat16)
@@ -215,14 +216,12 @@ def test_a_row_does_not_depend_on_its_batch(E, device):
                 assert torch.equal(alone[0][0], weights[t]) and torch.equal(alone[1][0], ids[t])
 
 
-@pytest.mark.parametrize(
-    "score, normalise", [("softmax", "none"), ("softmax", "sum"), ("none", "softmax")]
-)
-def test_reference_gradient(score, normalise):
+@pytest.mark.parametrize("recipe", SOFTMAXES, ids=str)
+def test_reference_gradient(recipe):
     """The reference is what trains: its gradient is that of the formula, ties included."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     logits += torch.tensor([0.3, 0.2, 0.1, 0.0])
-    recipe = dict(top_k=2, score=score, normalise=normalise)
+    recipe = recipe | dict(top_k=2)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: route_ref(x, **recipe)[0], logits)
     dead = torch.tensor([[NAN, -INF, NAN], [INF, NAN, 1.0]], requires_grad=True)

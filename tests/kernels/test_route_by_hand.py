@@ -12,8 +12,8 @@ from tmoe.kernels.route import route, route_ref
 # The interpreter is numpy, which remarks on exp(100) = inf; the sigmoid means it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-PLAIN = dict(score="none", normalise="softmax")  # Renormalize
-SIGMOID = dict(score="sigmoid", normalise="sum", epsilon=1e-20)  # DeepSeekV3
+PLAIN = dict(weight="softmax")  # Renormalize
+SIGMOID = dict(score="sigmoid", renormalize=True, epsilon=1e-20)  # DeepSeekV3
 NAN, INF = math.nan, math.inf
 
 # Hand-computed: logits, recipe, ids, weights.
@@ -38,26 +38,26 @@ CASES = {
     ),
     "RT12 the same with a smallest sum": (
         [-100.0] * 4,
-        dict(score="sigmoid", normalise="sum", min_sum=1e-20),
+        dict(score="sigmoid", renormalize=True, min_sum=1e-20),
         [0, 1],
         [0.0, 0.0],
     ),
     "RT13 softmax, not renormalised": (
         [2.0, 1.0, 0.0, -1.0],
-        dict(score="softmax", normalise="none"),
+        dict(score="softmax"),
         [0, 1],
         [0.6439, 0.2369],
     ),
     "RT13 softmax of the selected": ([2.0, 1.0, 0.0, -1.0], PLAIN, [0, 1], [0.7311, 0.2689]),
     "RT13 softmax, divided by the sum": (
         [2.0, 1.0, 0.0, -1.0],
-        dict(score="softmax", normalise="sum"),
+        dict(score="softmax", renormalize=True),
         [0, 1],
         [0.7311, 0.2689],
     ),
     "RT14 sigmoid, not renormalised": (
         [1.0, 0.0, -1.0, -2.0],
-        dict(score="sigmoid", normalise="none"),
+        dict(score="sigmoid"),
         [0, 1],
         [0.7311, 0.5],
     ),
@@ -75,13 +75,13 @@ CASES = {
     ),
     "SC03 the factor, not renormalised": (
         [1.0, 0.0, -1.0, -2.0],
-        dict(score="sigmoid", normalise="none", scaling_factor=2.5),
+        dict(score="sigmoid", scaling_factor=2.5),
         [0, 1],
         [1.827646, 1.25],
     ),
     "RT21 descending order": (
         [0.0, 3.0, 1.0, 2.0],
-        dict(score="none", normalise="none"),
+        dict(score="logit"),
         [1, 3, 2],
         [3.0, 2.0, 1.0],
     ),
@@ -93,31 +93,31 @@ CASES = {
     ),
     "saturated sigmoids are a tie": (
         [30.0, 40.0, 0.0, 50.0],
-        dict(score="sigmoid", normalise="none"),
+        dict(score="sigmoid"),
         [0, 1],
         [1.0, 1.0],
     ),
     "sigmoid after the selection is not": (
         [30.0, 40.0, 0.0, 50.0],
-        dict(score="none", normalise="sigmoid"),
+        dict(weight="sigmoid"),
         [3, 1],
         [1.0, 1.0],
     ),
     "the two zeros are a tie": (
         [-0.0, 0.0, -0.0, 0.0],
-        dict(score="none", normalise="softmax"),
+        dict(weight="softmax"),
         [0, 1],
         [0.5, 0.5],
     ),
     "an epsilon is added to the sum": (
         [1.0, 0.0, -1.0, -2.0],
-        dict(score="sigmoid", normalise="sum", epsilon=1.0),
+        dict(score="sigmoid", renormalize=True, epsilon=1.0),
         [0, 1],
         [0.7311 / 2.2311, 0.5 / 2.2311],
     ),
     "a smallest sum is not": (
         [1.0, 0.0, -1.0, -2.0],
-        dict(score="sigmoid", normalise="sum", min_sum=1.0),
+        dict(score="sigmoid", renormalize=True, min_sum=1.0),
         [0, 1],
         [0.5938, 0.4062],
     ),

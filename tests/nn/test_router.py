@@ -40,7 +40,7 @@ def test_matmul_runs_in_the_dtype_of_its_weight(dtype):
 
 
 def test_other_dtype_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"Router: x must have dtype bfloat16, got torch.float32"):
+    with pytest.raises(TypeError, match=r"router: x must have dtype bfloat16, got torch.float32"):
         router().bfloat16()(torch.randn(5, 16))
 
 
@@ -152,3 +152,45 @@ def test_bad_arguments():
         Router(16, "Renormalize")
     with pytest.raises(ValueError, match="Router: hidden_size must be at least 1, got 0"):
         router(hidden=0)
+
+
+@pytest.mark.parametrize("T", [1, 64, 65])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_and_training_route_alike(weight_dtype, T, device):
+    """A few tokens at inference take two kernels of their own, others torch's matmul."""
+    routing = tmoe.Routing(20, 3, "DeepSeekV3", scaling_factor=2.5)
+    router = tmoe.Router(96, routing, bias=True, dtype=weight_dtype, device=device)
+    router.e_score_correction_bias.normal_()
+    x = torch.randn(T, 96, device=device, dtype=torch.bfloat16)
+    trained = router(x)
+    with torch.no_grad():
+        served = router(x)
+    assert trained[0].requires_grad and not served[0].requires_grad
+    assert served[0].dtype == trained[0].dtype == weight_dtype
+    step = 2**-7 if weight_dtype == torch.bfloat16 else 1e-5  # one rounding of the logits
+    torch.testing.assert_close(served[0], trained[0].detach(), rtol=step, atol=step)
+    want = tmoe.route(served[0], routing, bias=router.e_score_correction_bias)
+    assert torch.equal(served[1], want[0]) and torch.equal(served[2], want[1])
+
+
+def test_batch_invariance(device):
+    """Each token's logits have the same bits in a batch of one and in a large one."""
+    routing = tmoe.Routing(60, 4, "Renormalize")
+    router = tmoe.Router(200, routing, dtype=torch.bfloat16, device=device)
+    x = torch.randn(70, 200, device=device, dtype=torch.bfloat16)
+    with torch.no_grad(), tmoe.options(backend="triton", batch_invariant=True):
+        together = router(x)
+        for t in (0, 17, 69):
+            for a, b in zip(router(x[t : t + 1]), together, strict=True):
+                assert torch.equal(a[0], b[t])
+
+
+def test_replayed_ids():
+    router = tmoe.Router(32, tmoe.Routing(8, 2, "DeepSeekV3"))
+    x = torch.randn(5, 32)
+    logits, weights, ids = router(x)
+    again = router(x, topk_ids=ids)
+    for a, b in zip(again, (logits, weights, ids), strict=True):
+        assert torch.equal(a, b)
+    other = torch.tensor([[7, 0]] * 5)
+    assert torch.equal(router(x, topk_ids=other)[2], other.int())

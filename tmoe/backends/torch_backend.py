@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tmoe.kernels.route_ref import route_ref
+from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
-from ..dispatch.problem import ExpertsSpec, Problem
+from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
 from ..routing import Routing
 
 
@@ -32,8 +32,25 @@ class TorchBackend:
             return f"multiplies unquantised weights only, got scheme {problem.scheme}"
         return None
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return route_ref(logits, bias=bias, **routing.kernel_arguments)
+    def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
+        bias, expert_scale, topk_ids, want_probs, want_counts = inputs
+        weights, ids = route_ref(
+            logits,
+            bias=bias,
+            expert_scale=expert_scale,
+            topk_ids=topk_ids,
+            **routing.kernel_arguments,
+        )
+        E = routing.num_experts
+        probs = softmax_ref(logits[:, :E]) if want_probs else None
+        return Routed(weights, ids, probs, count_ref(ids, E) if want_counts else None)
+
+    def router(
+        self, x: Tensor, weight: Tensor, linear_bias: Tensor | None, routing: Routing,
+        inputs: RouteInputs,
+    ) -> tuple[Tensor, Routed]:  # fmt: skip
+        logits = F.linear(x.to(weight.dtype), weight, linear_bias)
+        return logits, self.route(logits, routing, inputs)
 
     def grouped_gemm(
         self,

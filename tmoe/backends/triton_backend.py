@@ -7,6 +7,7 @@ depends on data. A call allocates the (S, I) intermediate, the (S, H) rows and s
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -15,15 +16,17 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.route import route
+from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import choose_tiles
 
-from ..dispatch.problem import ExpertsSpec, Problem
+from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
 from ..options import current
 from ..routing import Routing
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FEW_TOKENS = 64  # up to here `router_linear` beats a matmul library; see bench/bench_router.py
 
 
 class TritonBackend:
@@ -54,8 +57,45 @@ class TritonBackend:
             return f"multiplies unquantised weights only, got scheme {problem.scheme}"
         return None
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return route(logits, bias=bias, **routing.kernel_arguments)
+    def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
+        return self._route(logits, routing, inputs)
+
+    def router(
+        self, x: Tensor, weight: Tensor, linear_bias: Tensor | None, routing: Routing,
+        inputs: RouteInputs,
+    ) -> tuple[Tensor, Routed]:  # fmt: skip
+        T, E = x.shape[0], weight.shape[0]
+        narrow = x.dtype in (torch.bfloat16, weight.dtype) and x.dtype != torch.float32
+        few = T <= FEW_TOKENS and narrow and routing.rule.num_shared == 0
+        if few or current().batch_invariant:
+            parts = router_linear(_with_whole_rows(x), _with_whole_rows(weight), linear_bias)
+            if routing.rule.num_shared == 0:
+                logits = weight.new_empty(T, E)
+                return logits, self._route(parts, routing, inputs, logits)
+            logits = parts.sum(0).to(weight.dtype)
+        else:
+            logits = F.linear(x.to(weight.dtype), weight, linear_bias)
+        return logits, self._route(logits, routing, inputs)
+
+    def _route(
+        self, logits: Tensor, routing: Routing, inputs: RouteInputs, sums: Tensor | None = None
+    ) -> Routed:
+        """`sums` receives the sum of logits that come in parts."""
+        bias, expert_scale, topk_ids, want_probs, want_counts = inputs
+        T, E = logits.shape[-2], routing.num_experts
+        probs = logits.new_empty(T, E, dtype=torch.float32) if want_probs else None
+        counts = logits.new_zeros(E, dtype=torch.int32) if want_counts else None
+        weights, ids = route(
+            logits,
+            bias=bias,
+            expert_scale=expert_scale,
+            topk_ids=topk_ids,
+            probs=probs,
+            expert_counts=counts,
+            sums=sums,
+            **routing.kernel_arguments,
+        )
+        return Routed(weights, ids, probs, counts)
 
     def grouped_gemm(
         self,
@@ -118,3 +158,7 @@ class TritonBackend:
             rows, hidden, down_proj, order, tiles.down, bias=down_bias, row_weight=on_output
         )
         return combine(rows, order.slot_to_row, x.new_empty(T, H) if out is None else out)
+
+
+def _with_whole_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

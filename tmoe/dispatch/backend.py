@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..routing import Routing
-from .problem import ExpertsSpec, Problem
+from .problem import ExpertsSpec, Problem, Routed, RouteInputs
 
 
 class Backend(Protocol):
@@ -22,8 +22,14 @@ class Backend(Protocol):
     def why_not(self, problem: Problem) -> str | None:
         """None when the backend can do `problem`; else one sentence, with numbers, why it can't."""
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(T, E) logits -> fp32 weights (T, K), int32 ids (T, K)."""
+    def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
+        """(T, E) logits -> fp32 weights (T, K), int32 ids (T, K), and what else is wanted."""
+
+    def router(
+        self, x: Tensor, weight: Tensor, linear_bias: Tensor | None, routing: Routing,
+        inputs: RouteInputs,
+    ) -> tuple[Tensor, Routed]:  # fmt: skip
+        """x (T, H), weight (E, H) -> logits x @ weight.T + linear_bias (T, E), and `route`'s."""
 
     def grouped_gemm(
         self,

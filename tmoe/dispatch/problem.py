@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..activation import Activation
+from ..routing import Routing
+
+
+class RouteInputs(NamedTuple):
+    """What `route` may be given beside the logits, and what it shall return beside the weights."""
+
+    bias: Tensor | None = None  # (E,) added for the selection
+    expert_scale: Tensor | None = None  # (E,) multiplies the weights
+    topk_ids: Tensor | None = None  # (T, K) in place of a selection
+    want_probs: bool = False
+    want_counts: bool = False
+
+
+class Routed(NamedTuple):
+    """What `route` returns: T tokens, E experts, K slots and one more for each shared expert."""
+
+    weights: Tensor  # (T, K) fp32
+    ids: Tensor  # (T, K) int32
+    probs: Tensor | None = None  # (T, E) fp32, softmax of the logits
+    counts: Tensor | None = None  # (E,) int32, how many slots each expert got
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +94,7 @@ class Problem:
     dtype: torch.dtype  # of the activations and of unquantised weights
     machine: Machine
     activation: Activation | None = None
-    method: str | None = None  # routing method, for route
+    routing: Routing | None = None  # of route
     has_bias: bool = False
     weight_on_input: bool = False
     scheme: str | None = None
@@ -91,7 +113,8 @@ class Problem:
         parts = [f"{name}={size}" for name, size in sizes.items() if size]
         parts += [f"K={self.top_k}", str(self.dtype).removeprefix("torch.")]
         parts += [self.activation.name] if self.activation else []
-        parts += [word for word in (self.method, self.scheme) if word]
+        parts += [self.routing.name] if self.routing else []
+        parts += [self.scheme] if self.scheme else []
         flags = ("has_bias", "weight_on_input", "needs_grad", "deterministic", "batch_invariant")
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

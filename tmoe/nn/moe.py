@@ -92,7 +92,7 @@ class MoE(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = Router(hidden_size, routing, bias=router_bias, **where)
         self.experts = Experts(
-            routing.num_experts,
+            routing.num_logits,
             hidden_size,
             intermediate_size,
             activation=activation,
@@ -114,14 +114,17 @@ class MoE(nn.Module):
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) -> the same shape and dtype. Any number of tokens, zero included."""
+    def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
+        """x (..., H) -> the same shape and dtype. Any number of tokens, zero included.
+
+        `topk_ids` (T, K), of an earlier run or of a table, take the place of the selection.
+        """
         expect_type(x, Tensor, "MoE", "x")
         H = self.hidden_size
         ok = x.ndim > 0 and x.shape[-1] == H
         expect(ok, "MoE", "x", f"of shape (..., {H})", tuple(x.shape))
         tokens = x.reshape(-1, H)
-        _, topk_weights, topk_ids = self.gate(tokens)
+        _, topk_weights, topk_ids = self.gate(tokens, topk_ids)
         y = self.experts(tokens, topk_ids, topk_weights).reshape(x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)

@@ -2,6 +2,8 @@
 
 logits = x @ weightᵀ (+ bias)                                              (T, E)
 topk_weights, topk_ids = route(logits, routing, bias=e_score_correction_bias)     (T, K)
+
+Where the router weighs shared experts, S of them, E and K above are E + S and K + S.
 """
 
 from __future__ import annotations
@@ -11,12 +13,10 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..arguments import expect_dtype
 from ..checks import expect, expect_type
-from ..ops import route
+from ..ops import router
 from ..routing import Routing
 from .arguments import expect_parameter_dtype, expect_sizes
 
@@ -34,6 +34,7 @@ class Router(nn.Module):
       which experts are chosen and never enters their weights. It stays fp32 through ``.to()``,
       ``.half()`` and loading, since 16 bits cannot hold the small differences that it exists for.
       No gradient reaches it; load balancing updates it in place.
+    * ``per_expert_scale`` (E,), for methods that scale the weights of each expert (Gemma 4).
 
     With ``top_k=1``, a method that divides the weights by their sum gives the constant 1, and the
     router's gradient is zero: a forward pass that trains warns (not inside `torch.compile`).
@@ -59,9 +60,12 @@ class Router(nn.Module):
         expect_parameter_dtype("Router", dtype)
         self.hidden_size = hidden_size
         self.routing = routing
-        E = routing.num_experts
-        self.weight = nn.Parameter(torch.empty(E, hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(E, device=device, dtype=dtype)) if bias else None
+        E, rows = routing.num_experts, routing.num_logits
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, **where))
+        self.bias = nn.Parameter(torch.empty(rows, **where)) if bias else None
+        scales = routing.rule.takes_expert_scale
+        self.per_expert_scale = nn.Parameter(torch.empty(E, **where)) if scales else None
         selection_bias = None
         if routing.takes_bias:
             selection_bias = torch.empty(E, device=device, dtype=torch.float32)
@@ -76,34 +80,34 @@ class Router(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
         if self.e_score_correction_bias is not None:
             nn.init.zeros_(self.e_score_correction_bias)
+        if self.per_expert_scale is not None:
+            nn.init.ones_(self.per_expert_scale)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (..., H) -> logits (T, E), topk_weights (T, K) fp32, topk_ids (T, K) int32.
 
-        T is the product of the leading sizes. The logits have the dtype of the matmul.
+        T is the product of the leading sizes. The logits have the dtype of the matmul. With
+        `topk_ids` (T, K), of an earlier run or of a table, nothing is selected.
         """
         H = self.hidden_size
         ok = x.ndim > 0 and x.shape[-1] == H
         expect(ok, "Router", "x", f"of shape (..., {H})", tuple(x.shape))
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._warn_if_it_cannot_learn()
-        logits = self._logits(x.reshape(-1, H))
-        topk_weights, topk_ids = route(logits, self.routing, bias=self.e_score_correction_bias)
-        return logits, topk_weights, topk_ids
-
-    def _logits(self, x: Tensor) -> Tensor:
-        weight, bias, device = self.weight, self.bias, x.device.type
-        if weight.dtype == torch.float32:
-            with torch.autocast(device, enabled=False):
-                return F.linear(x.float(), weight, bias)
-        if not torch.is_autocast_enabled(device):
-            expect_dtype(x, "Router", "x", (weight.dtype,))
-        return F.linear(x, weight, bias)
+        return router(
+            x.reshape(-1, H),
+            self.weight,
+            self.routing,
+            linear_bias=self.bias,
+            bias=self.e_score_correction_bias if topk_ids is None else None,
+            expert_scale=self.per_expert_scale,
+            topk_ids=topk_ids,
+        )
 
     def _warn_if_it_cannot_learn(self) -> None:
         if self.routing.top_k == 1 and self.routing.renormalizes:
             warnings.warn(
-                f"Router: top_k is 1 and {self.routing.method.name} divides the weights by their "
+                f"Router: top_k is 1 and {self.routing.name} divides the weights by their "
                 "sum, so every weight is the same and the router gets no gradient; choose a method "
                 "that keeps the score",
                 stacklevel=3,

@@ -1,4 +1,4 @@
-"""The public functions: check what came, call the op, return."""
+"""What the experts compute: `grouped_gemm`, `fused_experts`, and `moe` from logits to output."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library  # noqa: F401  (defines torch.ops.tmoe)
-from .activation import Activation
-from .arguments import (
+from .. import library  # noqa: F401  (defines torch.ops.tmoe)
+from ..activation import Activation
+from ..arguments import (
     FLOATS,
     autocast,
     expect_alike,
@@ -22,52 +22,9 @@ from .arguments import (
     expect_window,
     needs_grad,
 )
-from .checks import expect, expect_type
-from .routing import Routing
-
-
-def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose K experts for each token.
-
-    Args:
-        logits: (..., E), any float dtype and strides.
-        routing: the recipe; see `tmoe.routing` for what each method computes.
-        bias: (E,), any float dtype; added for the selection, never part of a weight. Only for the
-            methods that have one.
-
-    Returns:
-        weights (..., K) float32 and ids (..., K) int32, in descending order of the selection score.
-        Ties go to the lower id. A NaN logit counts as -inf; a row without a finite logit has
-        distinct ids and weights 0. (float64 logits give float64 weights.)
-
-    The weights are differentiable in the logits, once.
-
-    Raises:
-        TypeError, ValueError: with the argument's name, what was wanted and what came.
-        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
-    """
-    op = "route"
-    expect_type(routing, Routing, op, "routing")
-    expect_dtype(logits, op, "logits", FLOATS)
-    E, method = routing.num_experts, routing.method.name
-    ok = logits.ndim >= 1 and logits.shape[-1] == E
-    expect(ok, op, "logits", f"of shape (..., {E})", tuple(logits.shape))
-    ok = bias is None or routing.takes_bias
-    expect(ok, op, "bias", f"None with {method}, which has no selection bias", "a tensor")
-    expect_optional(bias, op, "bias", (E,))
-    expect_same_device(op, {"logits": logits}, bias=bias)
-    weights, ids = torch.ops.tmoe.route.default(
-        logits.reshape(-1, E),
-        bias,
-        routing.top_k,
-        method,
-        routing.n_group,
-        routing.topk_group,
-        routing.scaling_factor,
-        needs_grad(logits),
-    )
-    shape = (*logits.shape[:-1], routing.top_k)
-    return weights.reshape(shape), ids.reshape(shape)
+from ..checks import expect, expect_type
+from ..routing import Routing
+from .route import route
 
 
 def grouped_gemm(
@@ -245,21 +202,23 @@ def moe(
     routing: Routing,
     *,
     bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     num_experts: int | None = None,
     weight_on_input: bool = False,
     **experts: Any,
 ) -> Tensor:
     """`route`, then `fused_experts`: from the router's logits (..., E) to the layer's output.
 
-    `bias` is `route`'s selection bias; every other keyword is `fused_experts`', and so is what is
-    returned and raised. The routing has the global number of experts and says, with
-    `weight_on_input` (which Llama4 implies), where the routing weight is applied.
+    `bias` and `expert_scale` are `route`'s; every other keyword is `fused_experts`', and so is what
+    is returned and raised. The routing has the global number of experts and says, with
+    `weight_on_input` (which Llama4 implies), where the routing weight is applied. Shared experts
+    that the router weighs are the last of the weights.
     """
     expect_type(routing, Routing, "moe", "routing")
     expect_type(weight_on_input, bool, "moe", "weight_on_input")
-    E = routing.num_experts
+    E = routing.num_logits
     expect(num_experts in (None, E), "moe", "num_experts", f"{E}, as in routing", num_experts)
-    topk_weights, topk_ids = route(logits, routing, bias=bias)
+    topk_weights, topk_ids = route(logits, routing, bias=bias, expert_scale=expert_scale)
     return fused_experts(
         x,
         gate_up_proj,

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import backends, registry  # noqa: F401  (backends fills the registry)
-from .activation import Activation
-from .checks import expect
-from .dispatch.backend import Backend
-from .dispatch.problem import ExpertsSpec, Machine, Problem, token_bucket
-from .dispatch.resolve import resolve
-from .options import Options, current
-from .routing import Routing
+from .. import backends, registry  # noqa: F401  (backends fills the registry)
+from ..activation import Activation
+from ..dispatch.backend import Backend
+from ..dispatch.problem import Machine, Problem
+from ..dispatch.resolve import resolve
+from ..options import Options, current
+from ..routing import Routing
 
 _LIBRARY = torch.library.Library("tmoe", "DEF")
 
@@ -40,7 +39,7 @@ class Facts(NamedTuple):
     top_k: int
     dtype: torch.dtype
     activation: Activation | None = None
-    method: str | None = None
+    routing: str | None = None  # as JSON
     has_bias: bool = False
     weight_on_input: bool = False
 
@@ -48,8 +47,9 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=4096)
 def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Backend:
     """The backend for these facts: one look-up in the hot path."""
+    routing = None if facts.routing is None else Routing.from_json(facts.routing)
     problem = Problem(
-        **facts._asdict(),
+        **facts._asdict() | {"routing": routing},
         machine=Machine.of(device),
         needs_grad=needs_grad,
         deterministic=options.deterministic,
@@ -70,12 +70,13 @@ class Operation:
     compute: Callable[..., Any]  # (backend, *arguments, out); out is None or the tensor to write
     fake: Callable[..., Any]  # (*arguments, needs_grad)
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
+    differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
 
     def define(self, *, has_out: bool = True) -> None:
         """Register the ops in torch.ops.tmoe."""
         name, arguments = self.name, self.arguments
         forward = f"{name}({arguments}, bool needs_grad) -> {self.result}"
-        backward = f"{name}_backward(Tensor grad, {arguments}, bool[] wanted) -> Tensor[]"
+        backward = f"{name}_backward(Tensor[] grads, {arguments}, bool[] wanted) -> Tensor[]"
         _implement(forward, self.forward, self.fake)
         _implement(backward, self.backward, self.fake_backward)
         torch.library.register_autograd(
@@ -99,22 +100,32 @@ class Operation:
         with _device_guard(first.device), _autocast_off(first.device):
             return self.compute(backend, *arguments, out)
 
-    def backward(self, grad: Tensor, *args: Any) -> list[Tensor]:
+    def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
         positions = self._positions(wanted)
         again = list(arguments)
         for i in positions:
             again[i] = arguments[i].detach().requires_grad_()
-        with _device_guard(grad.device), _autocast_off(grad.device), torch.enable_grad():
-            y = self.compute(registry.load("torch"), *again, None)
-            y = y[0] if isinstance(y, tuple) else y  # of route: the weights; ids have no gradient
-            gradients = torch.autograd.grad(y, [again[i] for i in positions], grad)
+        device = grads[0].device
+        with _device_guard(device), _autocast_off(device), torch.enable_grad():
+            results = self.compute(registry.load("torch"), *again, None)
+            results = results if isinstance(results, tuple) else (results,)
+            ys, grads = self._with_gradients(results, grads)
+            gradients = torch.autograd.grad(ys, [again[i] for i in positions], grads)
         return [
             _laid_out_like(arguments[i], gradient)
             for i, gradient in zip(positions, gradients, strict=True)
         ]
 
-    def fake_backward(self, grad: Tensor, *args: Any) -> list[Tensor]:
+    def _with_gradients(
+        self, results: tuple[Tensor, ...], grads: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Results with a gradient, and those; an optional result that wasn't wanted is empty."""
+        pairs = zip((results[i] for i in self.differentiated), grads, strict=True)
+        used = [(y, grad) for y, grad in pairs if y.requires_grad]
+        return [y for y, _ in used], [grad for _, grad in used]
+
+    def fake_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
         return [torch.empty_like(arguments[i]) for i in self._positions(wanted)]
 
@@ -126,7 +137,7 @@ class Operation:
         ctx.save_for_backward(*(value for value in arguments if isinstance(value, Tensor)))
         ctx.arguments = [_SAVED if isinstance(value, Tensor) else value for value in arguments]
 
-    def differentiate(self, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def differentiate(self, ctx: Any, *all_grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             why = "backward was called with create_graph=True"
             raise RuntimeError(f"{self.name}: no second derivative ({why})")
@@ -134,7 +145,8 @@ class Operation:
         arguments = [next(tensors) if value is _SAVED else value for value in ctx.arguments]
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
         op = getattr(torch.ops.tmoe, f"{self.name}_backward").default
-        gradients = dict(zip(self._positions(wanted), op(grad, *arguments, wanted), strict=True))
+        grads = [all_grads[i] for i in self.differentiated]
+        gradients = dict(zip(self._positions(wanted), op(grads, *arguments, wanted), strict=True))
         return tuple(gradients.get(i) for i in range(len(arguments) + 1))
 
 
@@ -170,126 +182,3 @@ def _laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
     """`gradient` with the strides that the fake kernel promised."""
     promised = torch.empty_like(tensor)
     return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
-
-
-# route --------------------------------------------------------------------------------------------
-
-
-def _route_facts(
-    logits: Tensor, bias: Tensor | None, top_k: int, method: str, *groups: Any
-) -> Facts:
-    T, E = logits.shape
-    tokens, has_bias = token_bucket(T), bias is not None
-    return Facts("route", tokens, 0, 0, E, top_k, logits.dtype, method=method, has_bias=has_bias)
-
-
-def _route(
-    backend: Backend, logits: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *recipe, _ = rest  # the last is `out`, which route doesn't have
-    return backend.route(logits, _routing(logits.shape[1], *recipe), bias)
-
-
-@cache
-def _routing(
-    num_experts: int, top_k: int, method: str, n_group: int, topk_group: int, factor: float
-) -> Routing:
-    return Routing(
-        num_experts,
-        top_k,
-        method,
-        n_group=n_group,
-        topk_group=topk_group,
-        scaling_factor=factor,
-    )
-
-
-def _fake_route(logits: Tensor, bias: Tensor | None, top_k: int, *rest: Any) -> Any:
-    shape = (logits.shape[0], top_k)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)
-
-
-Operation(
-    "route",
-    "Tensor logits, Tensor? bias, int top_k, str method, int n_group, int topk_group, "
-    "float scaling_factor",
-    "(Tensor, Tensor)",
-    facts=_route_facts,
-    compute=_route,
-    fake=_fake_route,
-    differentiable=(0,),
-).define(has_out=False)
-
-
-# grouped_gemm -------------------------------------------------------------------------------------
-
-
-def _gemm_facts(a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Facts:
-    E, N, D = b.shape
-    rows, has_bias = token_bucket(a.shape[0]), bias is not None
-    return Facts("grouped_gemm", rows, D, N, E, 1, a.dtype, has_bias=has_bias)
-
-
-def _gemm(backend: Backend, a: Tensor, b: Tensor, expert_offsets: Tensor, *rest: Any) -> Tensor:
-    if expert_offsets.device.type == "cpu":
-        offsets, S = expert_offsets.tolist(), a.shape[0]
-        ok = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= S
-        wanted = f"from 0, never decreasing, to at most S = {S}"
-        expect(ok, "grouped_gemm", "expert_offsets", wanted, offsets)
-    return backend.grouped_gemm(a, b, expert_offsets, *rest)
-
-
-Operation(
-    "grouped_gemm",
-    "Tensor a, Tensor b, Tensor expert_offsets, Tensor? bias",
-    "Tensor",
-    facts=_gemm_facts,
-    compute=_gemm,
-    fake=lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[1]),
-    differentiable=(0, 1, 3),
-).define()
-
-
-# fused_experts ------------------------------------------------------------------------------------
-
-
-def _experts_facts(*arguments: Any) -> Facts:
-    x, _, down_proj, _, topk_ids, gate_up_bias, down_bias, name, alpha, limit, *rest = arguments
-    _, weight_on_input, _, num_experts = rest
-    (T, K), (_, H, I) = topk_ids.shape, down_proj.shape
-    return Facts(
-        "fused_experts",
-        token_bucket(T),
-        H,
-        I,
-        num_experts,
-        K,
-        x.dtype,
-        activation=_activation(name, alpha, limit),
-        has_bias=gate_up_bias is not None or down_bias is not None,
-        weight_on_input=weight_on_input,
-    )
-
-
-def _experts(backend: Backend, *rest: Any) -> Tensor:
-    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, out = rest
-    activation = _activation(name, alpha, limit)
-    spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts)
-    y: Tensor = backend.fused_experts(*tensors, spec, out)  # type: ignore[call-arg]
-    return y
-
-
-_activation = cache(Activation)
-
-Operation(
-    "fused_experts",
-    "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, "
-    "bool interleaved, bool weight_on_input, int first_expert, int num_experts",
-    "Tensor",
-    facts=_experts_facts,
-    compute=_experts,
-    fake=lambda x, *rest: x.new_empty(x.shape),
-    differentiable=(0, 1, 2, 3, 5, 6),
-).define()

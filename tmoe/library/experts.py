@@ -1,0 +1,86 @@
+"""torch.ops.tmoe.grouped_gemm and torch.ops.tmoe.fused_experts."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ..activation import Activation
+from ..checks import expect
+from ..dispatch.backend import Backend
+from ..dispatch.problem import ExpertsSpec, token_bucket
+from .operation import Facts, Operation
+
+# grouped_gemm -------------------------------------------------------------------------------------
+
+
+def _gemm_facts(a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Facts:
+    E, N, D = b.shape
+    rows, has_bias = token_bucket(a.shape[0]), bias is not None
+    return Facts("grouped_gemm", rows, D, N, E, 1, a.dtype, has_bias=has_bias)
+
+
+def _gemm(backend: Backend, a: Tensor, b: Tensor, expert_offsets: Tensor, *rest: Any) -> Tensor:
+    if expert_offsets.device.type == "cpu":
+        offsets, S = expert_offsets.tolist(), a.shape[0]
+        ok = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= S
+        wanted = f"from 0, never decreasing, to at most S = {S}"
+        expect(ok, "grouped_gemm", "expert_offsets", wanted, offsets)
+    return backend.grouped_gemm(a, b, expert_offsets, *rest)
+
+
+Operation(
+    "grouped_gemm",
+    "Tensor a, Tensor b, Tensor expert_offsets, Tensor? bias",
+    "Tensor",
+    facts=_gemm_facts,
+    compute=_gemm,
+    fake=lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[1]),
+    differentiable=(0, 1, 3),
+).define()
+
+
+# fused_experts ------------------------------------------------------------------------------------
+
+
+def _experts_facts(*arguments: Any) -> Facts:
+    x, _, down_proj, _, topk_ids, gate_up_bias, down_bias, name, alpha, limit, *rest = arguments
+    _, weight_on_input, _, num_experts = rest
+    (T, K), (_, H, I) = topk_ids.shape, down_proj.shape
+    return Facts(
+        "fused_experts",
+        token_bucket(T),
+        H,
+        I,
+        num_experts,
+        K,
+        x.dtype,
+        activation=_activation(name, alpha, limit),
+        has_bias=gate_up_bias is not None or down_bias is not None,
+        weight_on_input=weight_on_input,
+    )
+
+
+def _experts(backend: Backend, *rest: Any) -> Tensor:
+    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, out = rest
+    activation = _activation(name, alpha, limit)
+    spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts)
+    y: Tensor = backend.fused_experts(*tensors, spec, out)  # type: ignore[call-arg]
+    return y
+
+
+_activation = cache(Activation)
+
+Operation(
+    "fused_experts",
+    "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, "
+    "bool interleaved, bool weight_on_input, int first_expert, int num_experts",
+    "Tensor",
+    facts=_experts_facts,
+    compute=_experts,
+    fake=lambda x, *rest: x.new_empty(x.shape),
+    differentiable=(0, 1, 2, 3, 5, 6),
+).define()

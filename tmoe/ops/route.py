@@ -1,0 +1,177 @@
+"""Which experts a token goes to: `route` from logits, `router` from the hidden states."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import library  # noqa: F401  (defines torch.ops.tmoe)
+from ..arguments import (
+    FLOATS,
+    INTS,
+    autocast,
+    expect_alike,
+    expect_dtype,
+    expect_optional,
+    expect_same_device,
+    needs_grad,
+)
+from ..checks import expect, expect_type
+from ..routing import Routing
+
+
+def route(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    return_probs: bool = False,
+    return_counts: bool = False,
+) -> tuple[Tensor, ...]:
+    """Choose K experts for each token.
+
+    Args:
+        logits: (..., E), any float dtype and strides.
+        routing: the recipe; see `tmoe.routing` for what each method computes.
+        bias: (E,), any float dtype; added for the selection, never part of a weight. Only for the
+            methods that have one.
+        expert_scale: (E,), any float dtype; multiplies the weights of the experts. Only for the
+            methods that have one (Gemma 4).
+        topk_ids: (..., K) int32 or int64, to be used in place of a selection: those of another run
+            (routing replay), or of a table (hash routing). The weights are those of the method.
+        return_probs: also return the softmax of the logits, for `load_balancing_loss`.
+        return_counts: also return how many slots each expert got; `ExpertLoad` adds them up.
+
+    Returns:
+        weights (..., K) float32 and ids (..., K) int32, in descending order of the selection score.
+        Ties go to the lower id. A NaN logit counts as -inf; a row without a finite logit has
+        distinct ids and weights 0. Given ids out of range come back as -1, with weight 0.
+        Where asked for, probs (..., E) float32 and then counts (E,) int32 follow.
+        (float64 logits give float64 weights and probs.)
+
+        Of a rule with `num_shared` experts, S, the logits are (..., E + S) and the weights and ids
+        (..., K + S): the shared experts come last, with the ids E, E + 1, ...
+
+    Weights and probs are differentiable in logits and expert_scale, once.
+
+    Raises:
+        TypeError, ValueError: with the argument's name, what was wanted and what came.
+        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
+    """
+    op = "route"
+    expect_type(routing, Routing, op, "routing")
+    expect_dtype(logits, op, "logits", FLOATS)
+    E, K, columns = routing.num_experts, routing.top_k, routing.num_logits
+    ok = logits.ndim >= 1 and logits.shape[-1] == columns
+    expect(ok, op, "logits", f"of shape (..., {columns})", tuple(logits.shape))
+    lead = logits.shape[:-1]
+    _check_route(
+        op,
+        lead,
+        routing,
+        {"logits": logits},
+        bias=bias,
+        expert_scale=expert_scale,
+        topk_ids=topk_ids,
+    )
+    weights, ids, probs, counts = torch.ops.tmoe.route.default(
+        logits.reshape(-1, columns),
+        bias,
+        expert_scale,
+        None if topk_ids is None else topk_ids.reshape(-1, K),
+        routing.json,
+        return_probs,
+        return_counts,
+        needs_grad(logits, expert_scale),
+    )
+    shape = (*lead, routing.num_weighed)
+    results = [weights.reshape(shape), ids.reshape(shape)]
+    if return_probs:
+        results.append(probs.reshape(*lead, E))
+    if return_counts:
+        results.append(counts)
+    return tuple(results)
+
+
+def _check_route(
+    op: str,
+    lead: tuple[int, ...],
+    routing: Routing,
+    first: dict[str, Tensor],
+    *,
+    bias: Tensor | None,
+    expert_scale: Tensor | None,
+    topk_ids: Tensor | None,
+) -> None:
+    """Raise unless these fit the routing, the leading sizes `lead` and the device of `first`."""
+    E, K = routing.num_experts, routing.top_k
+    rule, name = routing.rule, routing.name
+    ok = bias is None or rule.takes_bias
+    expect(ok, op, "bias", f"None with {name}, which has no selection bias", "a tensor")
+    expect_optional(bias, op, "bias", (E,))
+    ok = expert_scale is None or rule.takes_expert_scale
+    expect(ok, op, "expert_scale", f"None with {name}, which has no such scale", "a tensor")
+    expect_optional(expert_scale, op, "expert_scale", (E,))
+    if topk_ids is not None:
+        expect_dtype(topk_ids, op, "topk_ids", INTS)
+        ok = topk_ids.shape == (*lead, K)
+        expect(ok, op, "topk_ids", f"of shape {(*lead, K)}", tuple(topk_ids.shape))
+        wanted = "None with topk_ids, since nothing is selected"
+        expect(bias is None, op, "bias", wanted, "a tensor")
+        wanted = "None with sparsemixer, whose weights come from the selection"
+        expect(rule.weight != "sparsemixer", op, "topk_ids", wanted, "a tensor")
+    expect_same_device(op, first, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids)
+
+
+def router(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    linear_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The router's linear layer and `route`: two launches for a few tokens, overlapping.
+
+    Args:
+        x: (T, H), float32, float16, bfloat16 or float64.
+        weight: (E, H). While it is float32 the product is taken in float32, whatever the dtype of x
+            and under autocast too, as DeepSeek-V3 has it; otherwise in x's dtype, or autocast's.
+        linear_bias: (E,), added to the logits (gpt-oss), in the weight's dtype.
+        routing, bias, expert_scale, topk_ids: as for `route`.
+
+    Returns:
+        logits (T, E) in the dtype of the product, and `route`'s weights and ids.
+    """
+    op = "router"
+    expect_dtype(x, op, "x", FLOATS)
+    expect_dtype(weight, op, "weight", FLOATS)
+    E = routing.num_logits
+    ok = x.ndim == weight.ndim == 2 and weight.shape == (E, x.shape[1])
+    expect(ok, op, "weight", f"of shape ({E}, H) for x (T, H)", tuple(weight.shape))
+    expect_optional(linear_bias, op, "linear_bias", (E,))
+    expect_same_device(op, {"x": x}, weight=weight, linear_bias=linear_bias)
+    if weight.dtype != torch.float32:
+        x, weight, linear_bias = autocast(x, weight, linear_bias)
+        expect_dtype(x, op, "x", (weight.dtype,))
+        expect_alike(op, {"x": x}, linear_bias=linear_bias)
+    elif linear_bias is not None:
+        linear_bias = linear_bias.float()
+    if needs_grad(x, weight, linear_bias, expert_scale) or x.dtype == torch.float64:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(weight.dtype), weight, linear_bias)
+        weights, ids = route(
+            logits, routing, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids
+        )
+        return logits, weights, ids
+    _check_route(
+        op, x.shape[:1], routing, {"x": x}, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids
+    )
+    return torch.ops.tmoe.router.default(
+        x, weight, linear_bias, bias, expert_scale, topk_ids, routing.json, False
+    )
