@@ -16,37 +16,59 @@ from .dispatch.explain import explain  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .ops import fused_experts, grouped_gemm, moe, route  # noqa: E402
 from .options import options  # noqa: E402
-from .routing import Routing, RoutingMethod, RoutingRule  # noqa: E402
+from .routing import (  # noqa: E402
+    ExpertLoad,
+    Routing,
+    RoutingMethod,
+    RoutingRule,
+    load_balancing_loss,
+    pack_topk,
+    router_z_loss,
+    simulate_routing,
+    unpack_topk,
+    update_correction_bias,
+)
 
 if _TYPE_CHECKING:
     from . import integrations
     from .integrations.transformers import replace_moe
-    from .nn import Experts, MoE, Router
+    from .nn import Experts, MoE, Router, RoutingReplay, watch_load
 
 __version__ = "0.1.0"
 __all__ = [
     "Activation",
+    "ExpertLoad",
     "Experts",
     "MoE",
     "NoBackendError",
     "Router",
     "Routing",
     "RoutingMethod",
+    "RoutingReplay",
     "RoutingRule",
     "explain",
     "fused_experts",
     "grouped_gemm",
     "integrations",
+    "load_balancing_loss",
     "moe",
     "options",
+    "pack_topk",
     "replace_moe",
     "route",
+    "router_z_loss",
+    "simulate_routing",
+    "unpack_topk",
+    "update_correction_bias",
+    "watch_load",
 ]
 
 _LAZY = {
     "MoE": "tmoe.nn",
     "Router": "tmoe.nn",
     "Experts": "tmoe.nn",
+    "RoutingReplay": "tmoe.nn",
+    "watch_load": "tmoe.nn",
     "replace_moe": "tmoe.integrations.transformers",
     "integrations": "tmoe.integrations",
 }

@@ -4,7 +4,23 @@
 models of transformers do.
 """
 
+from .load import ExpertLoad
+from .losses import load_balancing_loss, router_z_loss, update_correction_bias
+from .packing import pack_topk, unpack_topk
 from .recipe import Routing
 from .rule import RULES, RoutingMethod, RoutingRule
+from .simulate import simulate_routing
 
-__all__ = ["RULES", "Routing", "RoutingMethod", "RoutingRule"]
+__all__ = [
+    "RULES",
+    "ExpertLoad",
+    "Routing",
+    "RoutingMethod",
+    "RoutingRule",
+    "load_balancing_loss",
+    "pack_topk",
+    "router_z_loss",
+    "simulate_routing",
+    "unpack_topk",
+    "update_correction_bias",
+]

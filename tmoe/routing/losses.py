@@ -23,7 +23,7 @@ Layers = Tensor | Sequence[Tensor]
 
 
 def load_balancing_loss(probs: Layers, topk_ids: Layers, *, mask: Tensor | None = None) -> Tensor:
-    """The auxiliary loss that is smallest, K, when all experts get the same number of tokens.
+    """The auxiliary loss of uneven routing: K where it is even, up to E where it is not.
 
         weights, ids, probs = tmoe.route(logits, routing, return_probs=True)
         loss = loss + 0.01 * tmoe.load_balancing_loss(probs, ids)
@@ -121,7 +121,8 @@ def update_correction_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
         raise TypeError(f"{op}: bias must have dtype float32 or float64, got {bias.dtype}")
     _expect_integers(counts, op, "counts")
     expect(bias.ndim == 1, op, "bias", "of shape (E,)", tuple(bias.shape))
-    expect(counts.shape == bias.shape, op, "counts", f"of shape {tuple(bias.shape)}", counts.shape)
+    ok = counts.shape == bias.shape
+    expect(ok, op, "counts", f"of shape {tuple(bias.shape)}", tuple(counts.shape))
     counts = counts.long()
     below = counts.sum() - counts * counts.numel()  # E · (mean - count), without a division
     bias += rate * below.sign().to(bias)

@@ -1,7 +1,7 @@
 """Expert id and routing weight of a slot in one int32, as FlashInfer's kernels take them.
 
-    bits 31 ... 16: the expert's id, 16 bits with a sign; -1 is a dropped slot
-    bits 15 ...  0: the weight in bfloat16, sign bit included
+bits 31 ... 16: the expert's id, 16 bits with a sign; -1 is a dropped slot
+bits 15 ...  0: the weight in bfloat16, sign bit included
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Routing:
     topk_group: int
     scaling_factor: float
     weight_on_input: bool
-    json: str = field(init=False, repr=False, compare=False)  # the recipe in words, read by `from_json`
+    json: str = field(init=False, repr=False, compare=False)  # what `from_json` reads
 
     def __init__(
         self,

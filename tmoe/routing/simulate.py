@@ -38,7 +38,8 @@ def simulate_routing(
             * ``"same_experts"``: all tokens choose the same K experts.
         skew: exponent of ``"skewed"``; 0 is uniform.
         seed: same seed, same routing. Which experts are the popular ones depends on it too.
-        device: of the results. The numbers are drawn on the CPU, so they are the same on any.
+        device: of the results; torch's default device if None. The numbers are drawn on the CPU,
+            so they are the same on any.
 
     Returns:
         weights (T, K) float32, positive, descending, of sum 1; ids (T, K) int32, distinct within a
@@ -75,6 +76,7 @@ def simulate_routing(
         ids = experts[_draw(popularity, T, K, random)]
     scores = torch.randn(T, K, generator=random, device="cpu")
     weights = scores.softmax(-1).sort(-1, descending=True).values
+    device = torch.get_default_device() if device is None else device
     return weights.to(device), ids.int().contiguous().to(device)
 
 
