@@ -1,7 +1,8 @@
-"""The router: logits to topk_weights and topk_ids, by the method of the shape's model."""
+"""The selection: logits to topk_weights and topk_ids."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import tmoe
@@ -14,8 +15,14 @@ from tmoe.kernels.route_ref import route_ref
 IMPLEMENTATIONS = {name: with_backend(tmoe.route, name) for name in ("triton", "torch")}
 
 
-def test_route(measure, shape, tokens, backend, device):
+@pytest.mark.parametrize("method", [None, "Renormalize", "RenormalizeNaive"])
+def test_route(measure, shape, tokens, backend, method, device):
+    """None: the method of the model. The other two are what most models have."""
     routing = routing_of(shape)
+    if method == routing.name:
+        pytest.skip("the model's own method")
+    if method is not None:
+        routing = tmoe.Routing(shape.num_experts, shape.top_k, method)
     bias = torch.randn(shape.num_experts, device=device) if routing.takes_bias else None
     inputs = [
         (torch.randn(tokens, shape.num_experts, device=device),) for _ in range(num_inputs(tokens))

@@ -1,4 +1,4 @@
-"""Measured layers beside their peers: `python -m bench.compare results.json [--plot DIR]`.
+"""What was measured beside its peers: `python -m bench.compare results.json [--plot DIR]`.
 
 `results.json` is what `pytest bench/bench_layer.py --benchmark-json=results.json` wrote. Peers that
 it timed too count as measured; others come from a recorded file, if that is of the same GPU.
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 RECORDED = Path(__file__).parent / "results" / "peers_h200.json"
+RECORDED_OPERATIONS = Path(__file__).parent / "results" / "peers_h200_operations.json"
 OURS = ("triton", "torch")  # backends of tmoe; every other name is a peer
 
 
@@ -95,6 +96,34 @@ def table(cells: Iterable[Cell]) -> Table:
     return out
 
 
+def operations_table(
+    results: dict[str, Any], recorded: dict[str, Any], backend: str
+) -> Table | None:
+    """The single operations that `backend` ran and a peer was measured on; None if there are none.
+
+    A benchmark's group says what was timed, and with which sizes.
+    """
+    peer = recorded["peer"]
+    times = {row["group"]: row["us"] for row in recorded["rows"]}
+    out = _plain_table(f"operations, µs per call (✗ {peer} is faster)")
+    out.add_column("operation", no_wrap=True)
+    for name in ("floor", "tmoe", "% of floor", peer, "speedup"):
+        out.add_column(name, justify="right")
+    for bench in results["benchmarks"]:
+        info, us = bench["extra_info"], times.get(bench.get("group"))
+        if us is None or info["backend"] != backend or info["device"] != recorded["device"]:
+            continue
+        speedup, floor = us / info["us"], info["floor_us"]
+        percent = f"{100 * floor / info['us']:.0f}"
+        row = [bench["group"], _us(floor), f"{info['us']:.2f}", percent, f"{us:.2f}"]
+        out.add_row(
+            *row,
+            f"{speedup:.2f}" + (" ✗" if speedup < 1 else "  "),
+            style="bold red" if speedup < 1 else "",
+        )
+    return out if out.row_count else None
+
+
 def _plain_table(title: str) -> Table:
     return Table(title=title, box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
 
@@ -140,13 +169,21 @@ def main(arguments: list[str] | None = None) -> None:
     results = json.loads(options.results.read_text())
     recorded = json.loads(options.recorded.read_text())
     cells = read_cells(results, recorded, options.backend)
-    if not cells:
-        parser.error(f"{options.results} has no layer that the {options.backend} backend ran")
+    operations = operations_table(
+        results, json.loads(RECORDED_OPERATIONS.read_text()), options.backend
+    )
+    if not cells and operations is None:
+        wanted = f"no layer that the {options.backend} backend ran, and no operation with a peer"
+        parser.error(f"{options.results} has {wanted}")
 
     console = Console()
-    console.print(table(cells))
-    console.print()
-    console.print(summary(cells))
+    if operations is not None:
+        console.print(operations)
+        console.print()
+    if cells:
+        console.print(table(cells))
+        console.print()
+        console.print(summary(cells))
     machine = results["machine_info"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(f"{machine['device']}; {versions}", highlight=False)
@@ -157,8 +194,9 @@ def main(arguments: list[str] | None = None) -> None:
         provenance += "; left out, since this is another device"
     console.print(provenance, highlight=False)
     compared = [cell for cell in cells if cell.peers]
-    lost = sum(cell.loses for cell in compared)
-    console.print(f"a peer is faster in {lost} of {len(compared)} cells", highlight=False)
+    if compared:
+        lost = sum(cell.loses for cell in compared)
+        console.print(f"a peer is faster in {lost} of {len(compared)} cells", highlight=False)
     if options.plot is not None:
         from bench.plot import plot
 

@@ -37,7 +37,7 @@ def results(tmp_path_factory):
 def test_every_operation_is_measured_and_written_down(results):
     infos = [bench["extra_info"] for bench in results["benchmarks"]]
     operations = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
-    assert {info["operation"] for info in infos} == operations and len(operations) == 6
+    assert {info["operation"] for info in infos} == operations and len(operations) == 7
     for bench, info in zip(results["benchmarks"], infos, strict=True):
         assert (info["shape"], info["tokens"]) == ("tiny", 1)
         assert {"backend", "dtype", "device", "roof"} <= info.keys()
@@ -161,6 +161,35 @@ def test_compare_prints_and_plots(results, tmp_path, capsys):
     assert "a peer is faster in 1 of 2 cells" in lines
     pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert pictures == ["mixtral-8x7b.png", "olmoe.png"]
+
+
+def test_compare_prints_operations(results, tmp_path, capsys):
+    """vLLM's 1.8 over 0.9 is 2; a group without a record and another backend are left out."""
+    mine = []
+    for group, backend in (
+        ("route Renormalize mixtral-8x7b T=1", "triton"),
+        ("route Renormalize mixtral-8x7b T=64", "torch"),
+        ("route Renormalize unknown T=1", "triton"),
+    ):
+        info = {"backend": backend, "device": "NVIDIA H200", "us": 0.9, "floor_us": 0.09}
+        mine.append({"group": group, "extra_info": info})
+    machine = results["machine_info"] | {"device": "NVIDIA H200"}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"benchmarks": mine, "machine_info": machine}))
+    compare.main([str(path)])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "route Renormalize mixtral-8x7b T=1 0.1 0.90 10 1.80 2.00" in lines
+    assert not any("T=64" in line or "unknown" in line for line in lines)
+
+
+def test_recorded_operations_are_groups_that_exist(results):
+    """What a benchmark calls its group, with another shape and number of tokens."""
+    recorded = json.loads(compare.RECORDED_OPERATIONS.read_text())
+    kinds = {row["group"].rsplit(" ", 2)[0] for row in recorded["rows"]}
+    assert {kind.split(" ")[0] for kind in kinds} == {"route", "sort", "quantize"}
+    measured = {bench["group"].rsplit(" ", 2)[0] for bench in results["benchmarks"]}
+    assert {kind for kind in kinds if kind.split(" ")[0] == "sort"} <= measured
+    assert "route Renormalize" in kinds & measured
 
 
 def test_compare_says_when_there_is_nothing_to_show(tmp_path, capsys):
