@@ -52,7 +52,7 @@ def poisoned(monkeypatch):
 def _poisoning(allocate, poison):
     def allocate_poisoned(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
-        ours = not isinstance(tensor, torch._subclasses.FakeTensor) and tensor.device.type != "meta"
+        ours = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
         return poison(tensor) if ours else tensor
 
     return allocate_poisoned

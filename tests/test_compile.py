@@ -145,20 +145,42 @@ def _samples():
     recipe = tmoe.Routing(E, K, rule).json
     logits = (torch.randn(4, E), torch.randn(E), torch.rand(E), None, recipe, True, True)
     router = (torch.randn(4, H), torch.randn(E, H), torch.randn(E), *logits[1:5])
-    return {"fused_experts": experts, "grouped_gemm": gemm, "route": logits, "router": router}
+    quantize = (torch.randn(4, H), None, torch.tensor(0.01), "nvfp4", 0, "")
+    return {
+        "fused_experts": experts,
+        "grouped_gemm": gemm,
+        "route": logits,
+        "router": router,
+        "quantize": quantize,
+    }
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", "route", "router"])
+@pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", "route", "router", "quantize"])
 def test_opcheck(op, needs_grad):
     """torch's own check: schema, fake kernel, autograd registration, dynamic shapes."""
     args = _samples()[op]
-    if needs_grad:
+    if needs_grad and op != "quantize":
         selection_bias = {"route": 1, "router": 3}.get(op)
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.is_floating_point() and i != selection_bias:
                 arg.requires_grad_()
     torch.library.opcheck(getattr(torch.ops.tmoe, op).default, (*args, needs_grad))
+
+
+def test_quantize_compiles():
+    """Traced code takes the parts; what they mean was decided while tracing."""
+    x = torch.randn(6, 64)
+    for format, options in (("fp8_block", {}), ("mxfp4", {"scale_rule": "ceil"}), ("nvfp4", {})):
+
+        def parts(x, format=format, options=options):
+            return tmoe.quantize(x, format, **options).parts()
+
+        compiled = torch.compile(parts, fullgraph=True, backend="aot_eager")
+        for got, want in zip(compiled(x), parts(x), strict=True):
+            assert torch.equal(
+                got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+            )
 
 
 @pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm"])

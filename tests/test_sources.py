@@ -15,7 +15,7 @@ SOFT_CAP, HARD_CAP = 300, 400  # lines
 
 # Each room (a folder, or a module of tmoe/) and the rooms it may import. A room stands below all it
 # imports, so that no arrow goes back. `*` is everything public: `import tmoe`.
-WORDS = ("checks", "activation", "routing")
+WORDS = ("checks", "activation", "routing", "formats")
 ROOMS = {
     "kernels": (),
     "checks": (),
@@ -41,7 +41,7 @@ PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms
 # Packages that a plain install may lack, and the only rooms that import them.
 OPTIONAL = {
     "flashinfer": ("backends",),
-    "matplotlib": ("demo",),
+    "matplotlib": ("demo", "formats"),
     "transformers": ("demo", "integrations"),
 }
 

@@ -11,10 +11,19 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "route.py").is_file():
     __path__.append(str(_here.parent))  # a source checkout: tmoe.kernels is <repository>/kernels
 
+from . import formats  # noqa: E402
 from .activation import Activation  # noqa: E402
 from .dispatch.explain import explain  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
-from .ops import fused_experts, grouped_gemm, moe, route  # noqa: E402
+from .formats import QuantizedTensor  # noqa: E402
+from .ops import (  # noqa: E402
+    dequantize,
+    fused_experts,
+    grouped_gemm,
+    moe,
+    quantize,
+    route,
+)
 from .options import options  # noqa: E402
 from .routing import (  # noqa: E402
     ExpertLoad,
@@ -41,12 +50,15 @@ __all__ = [
     "Experts",
     "MoE",
     "NoBackendError",
+    "QuantizedTensor",
     "Router",
     "Routing",
     "RoutingMethod",
     "RoutingReplay",
     "RoutingRule",
+    "dequantize",
     "explain",
+    "formats",
     "fused_experts",
     "grouped_gemm",
     "integrations",
@@ -54,6 +66,7 @@ __all__ = [
     "moe",
     "options",
     "pack_topk",
+    "quantize",
     "replace_moe",
     "route",
     "router_z_loss",

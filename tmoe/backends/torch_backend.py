@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
 from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
+from ..formats.compute import quantize_parts
+from ..formats.recipe import Recipe
 from ..routing import Routing
 
 
@@ -28,7 +30,7 @@ class TorchBackend:
     def why_not(self, problem: Problem) -> str | None:
         if problem.batch_invariant and problem.op != "route":
             return "not batch invariant: torch's matmul picks its kernel by the number of rows"
-        if problem.scheme is not None:
+        if problem.scheme is not None and problem.op != "quantize":
             return f"multiplies unquantised weights only, got scheme {problem.scheme}"
         return None
 
@@ -51,6 +53,11 @@ class TorchBackend:
     ) -> tuple[Tensor, Routed]:  # fmt: skip
         logits = F.linear(x.to(weight.dtype), weight, linear_bias)
         return logits, self.route(logits, routing, inputs)
+
+    def quantize(
+        self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return quantize_parts(x, recipe, scale, global_scale, "torch")
 
     def grouped_gemm(
         self,

@@ -21,6 +21,8 @@ from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import choose_tiles
 
 from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
+from ..formats.compute import quantize_parts
+from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
 
@@ -53,7 +55,7 @@ class TritonBackend:
             return (
                 f"multiplies fp32, fp16 and bf16, got {str(problem.dtype).removeprefix('torch.')}"
             )
-        if problem.scheme is not None:
+        if problem.scheme is not None and problem.op != "quantize":
             return f"multiplies unquantised weights only, got scheme {problem.scheme}"
         return None
 
@@ -96,6 +98,11 @@ class TritonBackend:
             **routing.kernel_arguments,
         )
         return Routed(weights, ids, probs, counts)
+
+    def quantize(
+        self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return quantize_parts(x, recipe, scale, global_scale, "triton")
 
     def grouped_gemm(
         self,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..formats.recipe import Recipe
 from ..routing import Routing
 from .problem import ExpertsSpec, Problem, Routed, RouteInputs
 
@@ -30,6 +31,11 @@ class Backend(Protocol):
         inputs: RouteInputs,
     ) -> tuple[Tensor, Routed]:  # fmt: skip
         """x (T, H), weight (E, H) -> logits x @ weight.T + linear_bias (T, E), and `route`'s."""
+
+    def quantize(
+        self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(..., K) -> codes, scales and global scale, as `tmoe.formats` describes them."""
 
     def grouped_gemm(
         self,

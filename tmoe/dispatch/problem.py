@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
+from ..formats.recipe import Recipe
 from ..routing import Routing
 
 
@@ -85,7 +86,7 @@ def token_bucket(num_tokens: int) -> int:
 class Problem:
     """One operation on one machine."""
 
-    op: str  # "route", "grouped_gemm" or "fused_experts"
+    op: str  # "route", "router", "quantize", "grouped_gemm" or "fused_experts"
     tokens: int  # rows of the input, as a bucket
     hidden: int  # contracted size of the (first) matmul; 0 for route
     intermediate: int  # I of fused_experts, N of grouped_gemm; 0 for route
@@ -94,7 +95,8 @@ class Problem:
     dtype: torch.dtype  # of the activations and of unquantised weights
     machine: Machine
     activation: Activation | None = None
-    routing: Routing | None = None  # of route
+    routing: Routing | None = None  # of route and router
+    recipe: Recipe | None = None  # of quantize
     has_bias: bool = False
     weight_on_input: bool = False
     scheme: str | None = None

@@ -22,6 +22,7 @@ from ..activation import Activation
 from ..dispatch.backend import Backend
 from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import resolve
+from ..formats.recipe import Recipe
 from ..options import Options, current
 from ..routing import Routing
 
@@ -40,6 +41,8 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     activation: Activation | None = None
     routing: str | None = None  # as JSON
+    recipe: tuple[str, int, str] | None = None  # the words of a Recipe
+    scheme: str | None = None
     has_bias: bool = False
     weight_on_input: bool = False
 
@@ -48,8 +51,9 @@ class Facts(NamedTuple):
 def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Backend:
     """The backend for these facts: one look-up in the hot path."""
     routing = None if facts.routing is None else Routing.from_json(facts.routing)
+    recipe = None if facts.recipe is None else Recipe.from_words(*facts.recipe)
     problem = Problem(
-        **facts._asdict() | {"routing": routing},
+        **facts._asdict() | {"routing": routing, "recipe": recipe},
         machine=Machine.of(device),
         needs_grad=needs_grad,
         deterministic=options.deterministic,
