@@ -108,7 +108,7 @@ def operations_table(
     out = _plain_table(f"operations, µs per call (✗ {peer} is faster)")
     out.add_column("operation", no_wrap=True)
     for name in ("floor", "tmoe", "% of floor", peer, "speedup"):
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
     for bench in results["benchmarks"]:
         info, us = bench["extra_info"], times.get(bench.get("group"))
         if us is None or info["backend"] != backend or info["device"] != recorded["device"]:
@@ -177,6 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.results} has {wanted}")
 
     console = Console()
+    if not console.is_terminal:  # a pipe or a file has room for the longest names
+        console = Console(width=110)
     if operations is not None:
         console.print(operations)
         console.print()
