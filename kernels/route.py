@@ -188,6 +188,9 @@ def _route_kernel(
         weighs = s > -LARGEST
         if WEIGHT == "score":
             s = _score(s, top, total, SCORE)
+    # A number that is subnormal in fp32 comes as fp64.
+    epsilon = tl.full((1, 1), epsilon, tl.float32)
+    min_sum = tl.full((1, 1), min_sum, tl.float32)
     weights = _weigh(s, mask, epsilon, min_sum, WEIGHT, RENORMALIZE) * scaling_factor
     if expert_scale_ptr is not None:
         ptrs = expert_scale_ptr + ids.to(tl.int64) * stride_scale

@@ -1,7 +1,7 @@
 """How tokens choose their experts: `Routing` is a recipe, `RoutingMethod` the recipes with a name.
 
-`rule.py` says what there is to choose, `recipe.py` puts numbers to it, `families.py` knows what the
-models of transformers do.
+`rule.py` says what there is to choose, `recipe.py` puts numbers to it; `families.py` knows which
+router a model of transformers has, and `routers.py` what each of those does.
 """
 
 from .load import ExpertLoad

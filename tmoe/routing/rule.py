@@ -29,8 +29,9 @@ from typing import Any
 
 from ..checks import expect, expect_type
 
-# A sum of zeros: the weights are 0 then, not NaN. Smaller than any sum that means something.
-TINY = 2.0**-126
+# The smallest fp32 number. As min_sum it makes weights of a sum of zeros 0, not NaN, and changes
+# no other.
+TINY = 2.0**-149
 
 CHOICES = {
     "score": ("logit", "softmax", "sigmoid", "sqrtsoftplus"),
@@ -96,7 +97,7 @@ class RoutingRule:
             ok = self.score != "softmax"
             check(ok, "score", "one that needs no sum over the experts, with num_shared")
         if self.weight == "sparsemixer":
-            check(self.jitter > 0, "jitter", "above 0 with sparsemixer")
+            check(self.jitter >= 0, "jitter", "at least 0")
             check(self.score == "logit", "score", "logit with sparsemixer")
             check(not self.takes_bias, "takes_bias", "False with sparsemixer")
             check(self.group_score is None, "group_score", "None with sparsemixer")
