@@ -16,6 +16,10 @@ from torch import Tensor
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
+from tmoe.kernels.launch import cdiv
+from tmoe.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
+from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
+from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.tiles import tile_table
 from tmoe.routing import Routing
 
@@ -151,6 +155,54 @@ def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Ca
     )
 
 
+def _quantisers(T: int, H: int, E: int, dtype: torch.dtype) -> list[Case]:
+    """Activations (T, H) in every format, weights (E, 2I, H) in those that have others for them."""
+    x, fp32, bytes_ = _empty(T, H, dtype=dtype), torch.float32, torch.uint8
+    gate_up = _empty(T, 4096, dtype=dtype)
+    weights = _empty(E, 4096, H, dtype=dtype)
+    offsets, rows = _empty(E + 1, dtype=torch.int32), _empty(T, dtype=torch.int32)
+    swiglu = ("swiglu", 1.0, math.inf)
+    of_experts = {"global_scale": _empty(E, dtype=fp32), "expert_offsets": offsets}
+    codes = _empty(T, H, dtype=torch.float8_e4m3fn)
+    nibbles = _empty(T, H // 2, dtype=bytes_)
+    launches = {
+        "fp8 tensor": lambda: quantize_fp8(x, block="tensor"),
+        "fp8 tensor static": lambda: quantize_fp8(x, block="tensor", scale=_empty(dtype=fp32)),
+        "fp8 row": lambda: quantize_fp8(x, block="row"),
+        "fp8 long row": lambda: quantize_fp8(_empty(T, 20480, dtype=dtype), block="row"),
+        "fp8 1x128": lambda: quantize_fp8(x, block=(1, 128), row_index=rows),
+        "fp8 1x128 ceil": lambda: quantize_fp8(x, block=(1, 128), power_of_two=True),
+        "fp8 1x128 swiglu": lambda: quantize_fp8(gate_up, block=(1, 128), activation=swiglu),
+        "fp8 128x128": lambda: quantize_fp8(weights, block=(128, 128)),
+        "mxfp8": lambda: quantize_mx(x, element="e4m3", scale_rule="ceil"),
+        "mxfp4": lambda: quantize_mx(x, element="e2m1", scale_rule="even", row_index=rows),
+        "mxfp4 swiglu": lambda: quantize_mx(
+            gate_up, element="e2m1", scale_rule="even", activation=swiglu
+        ),
+        "nvfp4": lambda: quantize_nvfp4(weights),
+        "nvfp4 of experts": lambda: quantize_nvfp4(x, row_index=rows, **of_experts),
+        "nvfp4 swiglu": lambda: quantize_nvfp4(gate_up, activation=swiglu, **of_experts),
+        "fp8 back": lambda: dequantize_fp8(
+            codes, _empty(T, cdiv(H, 128), dtype=fp32), block=(1, 128), dtype=dtype
+        ),
+        "mxfp8 back": lambda: dequantize_mx(
+            codes, _empty(T, cdiv(H, 32), dtype=bytes_), element="e4m3", dtype=dtype
+        ),
+        "mxfp4 back": lambda: dequantize_mx(
+            nibbles, _empty(T, cdiv(H, 32), dtype=bytes_), element="e2m1", dtype=dtype
+        ),
+        "nvfp4 back": lambda: dequantize_nvfp4(
+            nibbles,
+            _empty(T, cdiv(H, 16), dtype=torch.float8_e4m3fn),
+            _empty(dtype=fp32),
+            dtype=dtype,
+        ),
+    }
+    return [
+        Case(f"{name} T={T} H={H} {_short(dtype)}", launch) for name, launch in launches.items()
+    ]
+
+
 def cases() -> list[Case]:
     """All cases for the GPU that torch says it has."""
     bf16 = torch.bfloat16
@@ -178,4 +230,9 @@ def cases() -> list[Case]:
         ),
         *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
         replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+        *_quantisers(16384, 7168, 8, bf16),
+        *_quantisers(16, 7168, 8, bf16),
+        *_quantisers(64, 2880, 8, torch.float32),
+        # Neither wide loads nor whole words of codes.
+        *(replace(c, max_spilled=128) for c in _quantisers(64, 90, 8, torch.float16)),
     ]

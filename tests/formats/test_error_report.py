@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tmoe.formats import FORMATS, compare_formats, error_report, plot_error_reports
 from tmoe import quantize
+from tmoe.formats import FORMATS, compare_formats, error_report, plot_error_reports
 
 
 def test_exact_values_have_no_error():

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file as plain_load
 from safetensors.torch import save_file as plain_save
 
-from tmoe.formats import FORMATS, QuantizedTensor, load_file, save_file
 from tmoe import quantize
+from tmoe.formats import FORMATS, QuantizedTensor, load_file, save_file
 
 
 @pytest.fixture

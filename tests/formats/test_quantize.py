@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from tmoe.formats import FORMATS, QuantizedTensor, decode_e8m0
 from tmoe import quantize
+from tmoe.formats import FORMATS, QuantizedTensor, decode_e8m0
 
 VARIANTS = [
     *((name, {}) for name in FORMATS),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tmoe.formats import FORMATS, QuantizedTensor
 from tmoe import quantize
+from tmoe.formats import FORMATS, QuantizedTensor
 
 E, M, K = 4, 8, 64
 
