@@ -15,8 +15,8 @@ Call = Callable[[], object]
 
 ROUNDS = 10
 LEAD_SECONDS = 2e-4
-SHORT_SECONDS = 2e-5  # of a call; so many of them make a round that starting the graph is little
-SHORT_CALLS = 20
+CALLS = 20  # at least, in a round: so that what it takes to start a graph is little
+MOST_SECONDS = 5e-3  # of a round, beyond which its inputs are calls enough
 
 
 class DeviceTimer:
@@ -52,10 +52,11 @@ def time_on_gpu(benchmark: BenchmarkFixture, timer: DeviceTimer, calls: Sequence
     """
     graph = capture(calls)
     seconds = _replay_seconds(timer, graph)
-    if seconds < SHORT_SECONDS * len(calls) and len(calls) < SHORT_CALLS:
-        calls = [*calls] * math.ceil(SHORT_CALLS / len(calls))
+    times = min(math.ceil(CALLS / len(calls)), math.floor(MOST_SECONDS / seconds))
+    if times > 1:
+        calls = [*calls] * times
         graph = capture(calls)
-        seconds = _replay_seconds(timer, graph)
+        seconds *= times
     lead = math.floor(LEAD_SECONDS / seconds)
 
     def keep_busy() -> None:

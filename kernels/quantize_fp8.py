@@ -47,7 +47,6 @@ from tmoe.kernels.rounding import (
     larger,
     reciprocal_ue8m0,
     scale_rounding,
-    unit_of,
     with_sign,
 )
 
@@ -83,8 +82,7 @@ def _codes(blocks, scale, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         return encode_e4m3(blocks * reciprocal_ue8m0(bits_of(scale) >> 23))
     else:
-        scale = tl.where(scale == 0.0, 1.0, scale)  # a given one may be 0
-        quotient = divide(blocks, scale, unit_of(scale), E4M3_MAX, KEEP_NAN=True)
+        quotient = divide(blocks, scale, E4M3_MAX, KEEP_NAN=True)
         return encode_e4m3(with_sign(quotient, blocks))
 
 

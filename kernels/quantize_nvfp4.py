@@ -54,7 +54,6 @@ from tmoe.kernels.rounding import (
     encode_e2m1,
     encode_e4m3,
     pack,
-    unit_of,
     unpack,
 )
 
@@ -121,7 +120,6 @@ def _quantize_nvfp4_kernel(
             global_scale_ptr, expert_offsets_ptr, matrix, first_row, M, num_experts,
             stride_global_e, stride_global_half, PAIRS, ACROSS, BLOCK_E,
         )  # fmt: skip
-    unit = unit_of(g)  # of 6 g and of every s g
     x_ptr += matrix * stride_l
     data_ptr += (matrix * M + row)[:, None] * words_in_row
     scale_ptr += (matrix * M + row)[:, None] * blocks_in_row
@@ -135,11 +133,11 @@ def _quantize_nvfp4_kernel(
         x = tl.reshape(x, (PAIRS, 2, BLOCK))
 
         largest = amax(x, 2)  # [PAIRS, 2, 1]
-        s = divide(largest, 6.0 * g, unit, E4M3_MAX, KEEP_NAN=True)
+        s = divide(largest, 6.0 * g, E4M3_MAX, KEEP_NAN=True)
         s_byte = encode_e4m3(tl.where(s < LEAST_SCALE, LEAST_SCALE, s))
         d = decode_e4m3(s_byte) * g
         d = tl.where(d > 0.0, d, 1.0)
-        codes = encode_e2m1(divide(x, d, unit, E2M1_MAX, KEEP_NAN=False), x)
+        codes = encode_e2m1(divide(x, d, E2M1_MAX, KEEP_NAN=False), x)
         words = pack(tl.reshape(codes, (PAIRS, 2 * BLOCK)), PER_WORD).to(data_ptr.dtype.element_ty)
         s_byte = tl.where(largest == 0.0, 0, s_byte).to(tl.uint8)
 

@@ -80,19 +80,9 @@ def amax(x, axis: tl.constexpr, keep_dims: tl.constexpr = True):
 
 
 @triton.jit
-def unit_of(d):
-    """The power of two by which `divide` multiplies d, so that 1 / d keeps away from both ends of
-    fp32; 0 of an infinite d. One for all d within 2^±20 of each other will do."""
-    if INTERPRETED:  # which divides
-        return tl.full(d.shape, 1.0, tl.float32)
-    else:
-        unit = tl.where(d < TINY, HUGE, tl.where(d > HUGE, TINY, 1.0))
-        return tl.where(d > LARGEST, 0.0, unit)
-
-
-@triton.jit
-def divide(x, d, unit, LIMIT: tl.constexpr, KEEP_NAN: tl.constexpr):
-    """min(|x| / d, LIMIT), good enough to be rounded; d > 0. KEEP_NAN as for `at_most`.
+def divide(x, d, LIMIT: tl.constexpr, KEEP_NAN: tl.constexpr):
+    """min(|x| / d, LIMIT), good enough to be rounded. d ≥ 0, and 0 counts as 1. KEEP_NAN as for
+    `at_most`.
 
     x [..., n] is divided by few different d [..., 1]. A correctly rounded division takes some ten
     instructions per element. Here a reciprocal is worked out once per d, in two parts whose sum is
@@ -100,12 +90,13 @@ def divide(x, d, unit, LIMIT: tl.constexpr, KEEP_NAN: tl.constexpr):
     the result is that of the correctly rounded quotient: `tests/kernels/test_rounding.py` has a GPU
     check it next to every midpoint for each of the 2^23 mantissas of d.
     """
+    d = tl.where(d == 0.0, 1.0, d)
     if INTERPRETED:
         return at_most(tl.div_rn(tl.abs(x), d), LIMIT, KEEP_NAN)
     else:
-        # Of an infinite d, x · unit is 0, or NaN if x is infinite too. Of one that is infinite only
-        # because it overflowed, unit isn't 0, and 2^100 is large enough to give 0.
-        d = tl.where(unit == 0.0, 1.0, at_most(d * unit, 2.0**100, KEEP_NAN))
+        unit = tl.where(d < TINY, HUGE, tl.where(d > HUGE, TINY, 1.0))  # away from fp32's ends
+        unit = tl.where(d > LARGEST, 0.0, unit)  # x / inf: 0, or NaN
+        d = tl.where(d > LARGEST, 1.0, d * unit)
         y = 1.0 / d  # a few units in the last place off
         y = tl.fma(tl.fma(-d, y, 1.0), y, y)
         error = tl.fma(-d, y, 1.0)

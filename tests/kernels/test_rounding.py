@@ -32,7 +32,6 @@ from tmoe.kernels.rounding import (
     pack,
     reciprocal_ue8m0,
     scale_rounding,
-    unit_of,
     unpack,
 )
 
@@ -171,8 +170,7 @@ def _divide_kernel(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     offs = i * N + tl.arange(0, N)[None, :]
     x, d = tl.load(x_ptr + offs), tl.load(d_ptr + i)
-    d = tl.where(d == 0.0, 1.0, d)
-    tl.store(out_ptr + offs, divide(x, d, unit_of(d), 448.0, KEEP_NAN))
+    tl.store(out_ptr + offs, divide(x, d, 448.0, KEEP_NAN))
 
 
 def hard_quotients(mantissas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
