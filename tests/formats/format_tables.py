@@ -5,11 +5,15 @@ python -m tests.formats.format_tables      prints them, to be pasted into the do
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 
 from tmoe.formats import FORMATS, ElementType, Format, compare_formats, error_report
 from tmoe.formats.format import E2M1, E4M3, E8M0
 
+DOCS = Path(__file__).parents[2] / "docs"
 EDGES = {
     "zeros": "a block of zeros",
     "subnormals": "values next to zero",
@@ -109,7 +113,21 @@ def comparison_table() -> str:
     return str(compare_formats(torch.randn(256, 1024)))
 
 
-TABLES = (elements_table, formats_table, edges_table, scale_rules_table, comparison_table)
+def bits_per_byte_table() -> str:
+    """What each format costs the demo's model, as `tmoe.demo.bits_per_byte` recorded it."""
+    scores = json.loads((DOCS / "bits_per_byte.json").read_text())["bits per byte"]
+    rows = [[name, *(f"{score:.4f}" for score in row.values())] for name, row in scores.items()]
+    return _table(["weights, activations", "weights only", "weights and activations"], rows)
+
+
+TABLES = (
+    bits_per_byte_table,
+    elements_table,
+    formats_table,
+    edges_table,
+    scale_rules_table,
+    comparison_table,
+)
 
 if __name__ == "__main__":
     for table in TABLES:
