@@ -16,7 +16,7 @@ row without a finite logit all weights are 0. T tokens, E experts, K experts per
 
 With ids given (routing replay, hash routing) nothing is selected; the weights are those of the ids.
 Shared experts that the router weighs (Inkling) have their logits behind the E others; they are
-always selected and take part in the sum. `tmoe/routing.py` says which model does what.
+always selected and take part in the sum. `tmoe/routing/families.py` says which model does what.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
 from tmoe.kernels.route_ref import route_ref  # noqa: F401  (in torch; usable without Triton)
 from tmoe.kernels.select import LARGEST, select
 
-MANY_ROWS = 2048
+MANY_ROWS = 2048  # from here on a program routes several
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _load_logits(ptrs, stride_part, mask, NUM_PARTS: tl.constexpr, DTYPE: tl.con
     logit = widen(tl.load(ptrs, mask=mask, other=float("-inf"))).to(tl.float32)
     if NUM_PARTS > 0:
         for part in tl.static_range(1, NUM_PARTS):
-            logit += tl.load(ptrs + part * stride_part, mask=mask, other=0.0)
+            logit += tl.load(ptrs + part * stride_part.to(tl.int64), mask=mask, other=0.0)
         logit = widen(narrow(logit, DTYPE)).to(tl.float32)
     return logit
 
