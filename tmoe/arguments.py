@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from .checks import expect, expect_type
+from .formats import QuantizedTensor
+from .formats.scheme import SCHEMES as QUANTIZED
+from .formats.scheme import Scheme
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTS = (torch.int32, torch.int64)
@@ -84,10 +87,57 @@ def expect_window(op: str, first_expert: Any, num_experts: Any, num_local: int) 
 
 
 def expect_scheme(op: str, scheme: Any) -> None:
-    """Raise unless `scheme` is None or the name of a number format that can be multiplied."""
+    """Raise unless `scheme` is None or one of weights that aren't quantised."""
     if scheme is not None:
         expect_type(scheme, str, op, "scheme")
-        expect(scheme in SCHEMES, op, "scheme", f"None or {' or '.join(SCHEMES)}", repr(scheme))
+        wanted = f"None or {' or '.join(SCHEMES)} with weights that aren't quantised"
+        if scheme in QUANTIZED:
+            wanted += f"; {scheme} takes weights from tmoe.quantize"
+        expect(scheme in SCHEMES, op, "scheme", wanted, repr(scheme))
+
+
+def expect_quantized(
+    op: str,
+    scheme: Any,
+    x: Any,
+    gate_up_proj: Any,
+    down_proj: Any,
+    input_scale: Any,
+    hidden_scale: Any,
+) -> None:
+    """Raise unless the two weights are quantised alike, as the scheme has them, and the scales are
+    such that it takes."""
+    expect_dtype(x, op, "x", FLOATS[:3])
+    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    fitting = ", ".join(name for name, known in QUANTIZED.items() if _fits(known, weights))
+    wanted = f"named for quantised weights: one of {fitting or ', '.join(QUANTIZED)}"
+    expect(scheme is not None, op, "scheme", wanted, scheme)
+    chosen = Scheme.of(scheme, op)
+    forms = " or ".join(f"{r.format.name} {r.block_shape}" for r in chosen.weights)
+    for arg, weight in weights.items():
+        expect_type(weight, QuantizedTensor, op, arg)
+        ok = chosen.accepts(weight.format, weight.block_shape)
+        got = f"{weight.format} {weight.block_shape}"
+        expect(ok, op, arg, f"{forms} for {scheme}", got)
+    same = (gate_up_proj.format, gate_up_proj.block_shape)
+    got = f"{down_proj.format} {down_proj.block_shape}"
+    wanted = f"{same[0]} {same[1]}, as gate_up_proj is"
+    expect((down_proj.format, down_proj.block_shape) == same, op, "down_proj", wanted, got)
+    E = gate_up_proj.shape[0]
+    for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
+        if scale is not None:
+            wanted = f"None for {scheme}, whose scales come from the inputs"
+            expect(chosen.takes_scales, op, arg, wanted, "a scale")
+            expect_dtype(scale, op, arg, FLOATS)
+            ok = scale.numel() == 1 or scale.shape == (E,)
+            expect(ok, op, arg, f"one number, or of shape ({E},)", tuple(scale.shape))
+
+
+def _fits(scheme: Scheme, weights: dict[str, Any]) -> bool:
+    return all(
+        isinstance(weight, QuantizedTensor) and scheme.accepts(weight.format, weight.block_shape)
+        for weight in weights.values()
+    )
 
 
 def expect_out(

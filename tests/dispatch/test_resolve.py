@@ -101,7 +101,14 @@ def test_the_torch_backend_refuses_batch_invariance_of_its_matmuls():
     assert "number of rows" in torch_backend.why_not(problem(batch_invariant=True))
     assert torch_backend.why_not(problem(op="route", batch_invariant=True)) is None
     assert torch_backend.why_not(problem(deterministic=True, needs_grad=True)) is None
-    assert "fp8_block" in torch_backend.why_not(problem(scheme="fp8_block"))
+    assert torch_backend.why_not(problem(op="quantize", batch_invariant=True)) is None
+
+
+def test_quantised_weights_have_no_gradients():
+    torch_backend = registry.load("torch")
+    assert torch_backend.why_not(problem(scheme="fp8_block")) is None
+    assert "fp8_block" in torch_backend.why_not(problem(scheme="fp8_block", needs_grad=True))
+    assert torch_backend.why_not(problem(op="quantize", scheme="fp8_block")) is None
 
 
 def test_gradients_take_the_torch_backend_and_say_why():

@@ -249,3 +249,13 @@ def test_scales_are_converted_to_powers_of_two_by_quantising_again(block_shape):
     assert (again.scale.frexp().mantissa == 0.5).all()
     error = (again.dequantize() - q.dequantize()).norm() / q.dequantize().norm()
     assert 0 < error < 0.04
+
+
+def test_what_power_of_two_scales_cost():
+    """QN09: chosen, never automatic, and at most a bit of the mantissa: half as exact at worst."""
+    x = torch.randn(256, 256)
+    errors = []
+    for scale_rule in (None, "ceil"):
+        q = quantize(x, "fp8_block", block_shape=(128, 128), scale_rule=scale_rule)
+        errors.append((q.dequantize() - x).norm() / x.norm())
+    assert errors[0] < errors[1] < 2 * errors[0] and errors[1] < 0.04

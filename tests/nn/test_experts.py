@@ -93,8 +93,10 @@ def test_bad_arguments():
         Experts(E, H, -3)
     with pytest.raises(TypeError, match="Experts: hidden_size must be a int, got float"):
         Experts(E, 16.0, I)
-    with pytest.raises(ValueError, match="Experts: scheme must be None or bf16, got 'fp8_block'"):
-        Experts(E, H, I, scheme="fp8_block")
+    with pytest.raises(
+        ValueError, match="Experts: scheme must be None, bf16 or one of .*, got fp9"
+    ):
+        Experts(E, H, I, scheme="fp9")
     with pytest.raises(ValueError, match="interleaved must be False for relu2"):
         Experts(E, H, I, activation="relu2", interleaved=True)
     with pytest.raises(

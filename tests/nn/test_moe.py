@@ -181,7 +181,7 @@ BAD = {
                      dict(intermediate_size=-8)),
     "size-type": (TypeError, "hidden_size must be a int, got float", dict(hidden_size=32.0)),
     "routing-type": (TypeError, "routing must be a Routing, got str", dict(routing="Renormalize")),
-    "scheme": (ValueError, "scheme must be None or bf16, got 'fp9'", dict(scheme="fp9")),
+    "scheme": (ValueError, "scheme must be None, bf16 or one of .*, got fp9", dict(scheme="fp9")),
     "activation": (ValueError, "name must be one of swiglu", dict(activation="swish")),
     "shared": (ValueError, "shared_intermediate_size must be at least 0, got -1",
                dict(shared_intermediate_size=-1)),

@@ -16,10 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
-from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
+from ..dispatch.backend import NO_SCALES
+from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
+from ..formats.scheme import SCHEMES
 from ..routing import Routing
+from .torch_quantized import project, rounded
 
 
 class TorchBackend:
@@ -28,10 +32,10 @@ class TorchBackend:
     name = "torch"
 
     def why_not(self, problem: Problem) -> str | None:
-        if problem.batch_invariant and problem.op != "route":
+        if problem.batch_invariant and problem.op not in ("route", "quantize"):
             return "not batch invariant: torch's matmul picks its kernel by the number of rows"
-        if problem.scheme is not None and problem.op != "quantize":
-            return f"multiplies unquantised weights only, got scheme {problem.scheme}"
+        if problem.scheme is not None and problem.op != "quantize" and problem.needs_grad:
+            return f"{problem.scheme} weights have no backward, and gradients are needed"
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
@@ -81,6 +85,7 @@ class TorchBackend:
         down_bias: Tensor | None,
         spec: ExpertsSpec,
         out: Tensor | None = None,
+        scales: StaticScales = NO_SCALES,
     ) -> Tensor:
         (T, K), H = topk_ids.shape, x.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -91,11 +96,20 @@ class TorchBackend:
         # One row per slot before the gather, so that its backward sums over K in one fixed order.
         slots = x.unsqueeze(1).expand(T, K, H)
         if spec.weight_on_input:
-            slots = (slots * weights).to(x.dtype)
+            slots = slots * weights
+            slots = slots if spec.scheme else slots.to(x.dtype)
         rows = slots.reshape(T * K, H).index_select(0, order.row_to_slot)
-        rows = _GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, order.expert_offsets)
-        rows = _activate(rows.to(wide), spec).to(x.dtype)
-        rows = _GroupedMatmul.apply(rows, down_proj, down_bias, order.expert_offsets)
+        offsets = order.expert_offsets
+        if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
+            inputs = SCHEMES[spec.scheme].inputs if spec.scheme else None
+            rows = rounded(_clear_tail(rows.float(), offsets), inputs, scales.input, offsets)
+            rows = _activate(project(rows, gate_up_proj, gate_up_bias, offsets), spec)
+            rows = rounded(_clear_tail(rows, offsets), inputs, scales.hidden, offsets)
+            rows = project(rows, down_proj, down_bias, offsets)
+        else:
+            rows = _GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets)
+            rows = _activate(rows.to(wide), spec).to(x.dtype)
+            rows = _GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
 
         slots = rows.index_select(0, order.slot_to_row).view(T, K, H)
         slots = slots.masked_fill(~order.local.unsqueeze(-1), 0.0)

@@ -20,7 +20,8 @@ from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import choose_tiles
 
-from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs
+from ..dispatch.backend import NO_SCALES
+from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
 from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..options import current
@@ -138,6 +139,7 @@ class TritonBackend:
         down_bias: Tensor | None,
         spec: ExpertsSpec,
         out: Tensor | None = None,
+        scales: StaticScales = NO_SCALES,
     ) -> Tensor:
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
         S, activation = T * K, spec.activation

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from ..formats.recipe import Recipe
 from ..routing import Routing
-from .problem import ExpertsSpec, Problem, Routed, RouteInputs
+from .problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+
+NO_SCALES = StaticScales()
 
 
 class Backend(Protocol):
@@ -61,5 +63,9 @@ class Backend(Protocol):
         down_bias: Tensor | None,
         spec: ExpertsSpec,
         out: Tensor | None = None,
+        scales: StaticScales = NO_SCALES,
     ) -> Tensor:
-        """x (T, H) -> (T, H); ids outside the local experts contribute nothing."""
+        """x (T, H) -> (T, H); ids outside the local experts contribute nothing.
+
+        With a scheme, the weights are `QuantizedTensor`s and `scales` may hold static ones.
+        """

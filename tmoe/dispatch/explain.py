@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation
 from ..checks import expect, expect_type
+from ..formats import QuantizedTensor
 from ..options import current
 from .problem import Machine, Problem, token_bucket
 from .resolve import Decision, resolve
@@ -65,6 +66,7 @@ def _describe(layer: nn.Module, num_tokens: int) -> Problem:
         activation=activation if isinstance(activation, Activation) else None,
         has_bias=getattr(experts, "down_proj_bias", None) is not None,
         weight_on_input=getattr(experts, "weight_on_input", False),
+        scheme=experts.scheme if isinstance(down_proj, QuantizedTensor) else None,  # type: ignore
         needs_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
         deterministic=asked.deterministic,
         batch_invariant=asked.batch_invariant,

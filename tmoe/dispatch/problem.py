@@ -33,6 +33,13 @@ class Routed(NamedTuple):
     counts: Tensor | None = None  # (E,) int32, how many slots each expert got
 
 
+class StaticScales(NamedTuple):
+    """Scales of the experts' inputs that were measured beforehand: one number, or (E,)."""
+
+    input: Tensor | None = None  # of the first projection's input
+    hidden: Tensor | None = None  # of the second one's
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """How `fused_experts` reads its arguments; goes to the backend with the tensors."""
@@ -42,7 +49,7 @@ class ExpertsSpec:
     weight_on_input: bool = False  # the routing weight scales the expert's input, not its output
     first_expert: int = 0  # global id of the first expert in the weights
     num_experts: int = 0  # global count
-    scheme: str | None = None  # number format of the weights; None: not quantised
+    scheme: str | None = None  # number formats of weights and inputs; None: not quantised
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,17 @@ from .layouts import (
     unswizzle_scale,
 )
 from .quantized_tensor import QuantizedTensor
+from .scheme import SCHEMES, Scheme
 
 __all__ = [
     "FORMATS",
+    "SCHEMES",
     "ElementType",
     "ErrorReport",
     "Format",
     "FormatComparison",
     "QuantizedTensor",
+    "Scheme",
     "compare_formats",
     "decode_e8m0",
     "e4m3fn_to_fnuz",

@@ -97,7 +97,7 @@ class Format:
         """Whether a byte holds two codes: element 2i in the low nibble, 2i + 1 in the high one."""
         return self.element.bits == 4
 
-    def check_block_shape(self, block_shape: Sequence[int] | None, op: str) -> Block:
+    def check_block_shape(self, block_shape: Sequence[int | None] | None, op: str) -> Block:
         """`block_shape`, or the default for None; raises unless the format allows it."""
         if block_shape is None:
             return self.block_shape

@@ -27,13 +27,44 @@ class Recipe:
         cls,
         op: str,
         format: str | Format,
-        block_shape: Sequence[int] | None = None,
+        block_shape: Sequence[int | None] | None = None,
         scale_rule: str | None = None,
     ) -> Recipe:
         """The format's defaults for None; raises for what the format doesn't offer."""
         chosen = Format.of(format, op)
         block = chosen.check_block_shape(block_shape, op)
         return cls(chosen, block, chosen.check_scale_rule(scale_rule, op))
+
+    @classmethod
+    def held_by(cls, q: QuantizedTensor) -> Recipe:
+        """Format and block shape of `q`, which doesn't say how its scales were chosen."""
+        return cls(FORMATS[q.format], q.block_shape, None)
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> QuantizedTensor:
+        """A tensor of that shape whose codes and scales are zero bytes, hence all values 0."""
+        format = self.format
+        parts = [
+            torch.zeros(size, dtype=torch.uint8, device=device)
+            if kind.itemsize == 1
+            else torch.zeros(size, dtype=kind, device=device)
+            for size, kind in (
+                (format.data_shape(shape), format.element.storage),
+                (format.scale_shape(shape, self.block_shape), format.scale.storage),
+            )
+        ]
+        data, scale = parts[0].view(format.element.storage), parts[1].view(format.scale.storage)
+        global_scale = None
+        if format.has_global_scale:
+            global_scale = torch.zeros(tuple(shape[:-2]), device=device)
+        return QuantizedTensor(
+            data, scale, global_scale, format.name, self.block_shape, shape, dtype
+        )
 
     @property
     def words(self) -> tuple[str, int, str]:

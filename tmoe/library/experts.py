@@ -10,7 +10,9 @@ from torch import Tensor
 from ..activation import Activation
 from ..checks import expect
 from ..dispatch.backend import Backend
-from ..dispatch.problem import ExpertsSpec, token_bucket
+from ..dispatch.problem import ExpertsSpec, StaticScales, token_bucket
+from ..formats import QuantizedTensor
+from ..formats.format import FORMATS
 from .operation import Facts, Operation
 
 # grouped_gemm -------------------------------------------------------------------------------------
@@ -83,4 +85,76 @@ Operation(
     compute=_experts,
     fake=lambda x, *rest: x.new_empty(x.shape),
     differentiable=(0, 1, 2, 3, 5, 6),
+).define()
+
+
+# quantized_experts --------------------------------------------------------------------------------
+
+
+def _quantized_facts(*arguments: Any) -> Facts:
+    x, _, down, _, topk_ids, gate_up_bias, down_bias, _, _, scheme, _, _, *rest = arguments
+    name, alpha, limit, _, weight_on_input, _, num_experts = rest
+    (T, K), H = topk_ids.shape, x.shape[1]
+    return Facts(
+        "fused_experts",
+        token_bucket(T),
+        H,
+        _weight(down, arguments[10], arguments[11], x).shape[2],
+        num_experts,
+        K,
+        x.dtype,
+        activation=_activation(name, alpha, limit),
+        has_bias=gate_up_bias is not None or down_bias is not None,
+        weight_on_input=weight_on_input,
+        scheme=scheme,
+    )
+
+
+def _quantized(backend: Backend, *arguments: Any) -> Tensor:
+    x, gate_up, down, topk_weights, topk_ids, gate_up_bias, down_bias, *rest = arguments
+    input_scale, hidden_scale, scheme, format, block, name, alpha, limit, *rest = rest
+    interleaved, weight_on_input, first_expert, num_experts, out = rest
+    activation = _activation(name, alpha, limit)
+    spec = ExpertsSpec(activation, interleaved, weight_on_input, first_expert, num_experts, scheme)
+    return backend.fused_experts(
+        x,
+        _weight(gate_up, format, block, x),
+        _weight(down, format, block, x),
+        topk_weights,
+        topk_ids,
+        gate_up_bias,
+        down_bias,
+        spec,
+        out,
+        StaticScales(input_scale, hidden_scale),
+    )
+
+
+def _weight(parts: list[Tensor], format: str, block: int, x: Tensor) -> QuantizedTensor:
+    """The weight (E, N, D) that stands in an op's arguments as codes, scales and global scale."""
+    data, scale, *global_scale = parts
+    spec = FORMATS[format]
+    shape = (*data.shape[:-1], data.shape[-1] * (2 if spec.is_packed else 1))
+    return QuantizedTensor(
+        data,
+        scale,
+        global_scale[0] if global_scale else None,
+        format,
+        spec.block_shapes[block],
+        shape,
+        x.dtype,
+    )
+
+
+Operation(
+    "quantized_experts",
+    "Tensor x, Tensor[] gate_up, Tensor[] down, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? input_scale, Tensor? hidden_scale, "
+    "str scheme, str weight_format, int weight_block, str activation, float alpha, float limit, "
+    "bool interleaved, bool weight_on_input, int first_expert, int num_experts",
+    "Tensor",
+    facts=_quantized_facts,
+    compute=_quantized,
+    fake=lambda x, *rest: x.new_empty(x.shape),
+    differentiable=(0, 3, 5, 6),  # no backend has their gradients; asking for them is refused
 ).define()

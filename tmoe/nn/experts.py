@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import Activation
-from ..arguments import expect_scheme
-from ..checks import expect
-from ..ops import fused_experts
+from ..checks import expect, expect_type
+from ..formats import SCHEMES, QuantizedTensor, Scheme
+from ..ops import fused_experts, quantize
 from .arguments import expect_parameter_dtype, expect_sizes
 
 
@@ -24,6 +24,10 @@ class Experts(nn.Module):
       ``down_proj_bias`` (E, H).
 
     gpt-oss, Aria and Llama 4 store both projections transposed: load ``.transpose(1, 2)``.
+
+    With a scheme of `tmoe.formats.SCHEMES` the two weights are `QuantizedTensor`s without a
+    gradient. They are made by ``Experts.quantized(experts, scheme)``, or filled with
+    ``load_state_dict`` or ``copy_``.
 
     Under autocast the weights are cast at each call, which costs a copy of them; a layer whose
     parameters are 16-bit does not pay that.
@@ -51,7 +55,8 @@ class Experts(nn.Module):
         names = ("num_experts", "hidden_size", "intermediate_size")
         expect_sizes("Experts", **dict(zip(names, sizes, strict=True)))
         expect_parameter_dtype("Experts", dtype)
-        expect_scheme("Experts", scheme)
+        if scheme not in (None, "bf16"):
+            Scheme.of(scheme, "Experts")
         self.activation = Activation.of(activation)
         gated = self.activation.gated
         wanted = f"False for {self.activation.name}, which has no gate"
@@ -64,9 +69,17 @@ class Experts(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
+        def weight(*shape: int) -> nn.Parameter:
+            if scheme not in SCHEMES:
+                return parameter(*shape)
+            nominal = dtype or torch.get_default_dtype()
+            recipe = SCHEMES[scheme].weights[0]
+            empty = recipe.empty((num_experts, *shape), device=device, dtype=nominal)
+            return nn.Parameter(empty, requires_grad=False)
+
         rows = 2 * intermediate_size if gated else intermediate_size
-        self.register_parameter(self._first, parameter(rows, hidden_size))
-        self.down_proj = parameter(hidden_size, intermediate_size)
+        self.register_parameter(self._first, weight(rows, hidden_size))
+        self.down_proj = weight(hidden_size, intermediate_size)
         self.register_parameter(f"{self._first}_bias", parameter(rows) if bias else None)
         self.down_proj_bias = parameter(hidden_size) if bias else None
         self.reset_parameters()
@@ -83,9 +96,39 @@ class Experts(nn.Module):
             ("down_proj", self.intermediate_size),
         ):
             bound = 1 / math.sqrt(fan_in)
-            for parameter in (getattr(self, name), getattr(self, f"{name}_bias")):
-                if parameter is not None:
-                    nn.init.uniform_(parameter, -bound, bound)
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+            if not isinstance(weight, QuantizedTensor):
+                nn.init.uniform_(weight, -bound, bound)
+            elif weight.device.type != "meta":
+                values = torch.empty(weight.shape, device=weight.device).uniform_(-bound, bound)
+                weight.copy_(quantize(values, weight.format, block_shape=weight.block_shape))
+
+    @classmethod
+    def quantized(cls, experts: Experts, scheme: str) -> Experts:
+        """A layer with the weights of `experts` (not quantised) as the scheme has them; the biases
+        are shared."""
+        expect_type(experts, Experts, "Experts.quantized", "experts")
+        result = cls(
+            experts.num_experts,
+            experts.hidden_size,
+            experts.intermediate_size,
+            activation=experts.activation,
+            scheme=scheme,
+            bias=experts.down_proj_bias is not None,
+            interleaved=experts.interleaved,
+            weight_on_input=experts.weight_on_input,
+            device="meta",
+            dtype=experts.down_proj.dtype,
+        )
+        for name in (result._first, "down_proj"):
+            empty = getattr(result, name)
+            weight = getattr(experts, name).detach()
+            weight = quantize(weight, empty.format, block_shape=empty.block_shape)
+            setattr(result, name, nn.Parameter(weight, requires_grad=False))
+            setattr(result, f"{name}_bias", getattr(experts, f"{name}_bias"))
+        return result
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """x (T, H), topk_ids (T, K) integers, topk_weights (T, K) -> (T, H) in the dtype of x.

@@ -5,14 +5,15 @@ y = Σ_k topk_weights[k] · expert[topk_ids[k]](x)  +  shared_expert(x) (· sigm
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..activation import Activation
-from ..arguments import expect_scheme
 from ..checks import expect, expect_type
+from ..formats import Scheme
 from ..routing import Routing
 from .arguments import expect_parameter_dtype, expect_sizes
 from .experts import Experts
@@ -62,7 +63,8 @@ class MoE(nn.Module):
             intermediate_size: I, the width of one expert.
             routing: number of experts, top-k, method; also where the routing weight is applied.
             activation: a name or a `tmoe.Activation`; the shared expert has the same one.
-            scheme: number format of the expert weights; "bf16" means not quantised.
+            scheme: "bf16" means not quantised; else one of `tmoe.formats.SCHEMES`, number formats
+                of the expert weights and of their inputs. The shared expert isn't quantised.
             shared_intermediate_size: width of the shared expert; 0 for none.
             shared_expert_gate: multiply the shared expert by sigmoid(Linear(x)) (Qwen2-MoE).
             bias: biases on both projections of the experts.
@@ -79,7 +81,8 @@ class MoE(nn.Module):
         expect_type(routing, Routing, "MoE", "routing")
         expect_sizes("MoE", hidden_size=hidden_size, intermediate_size=intermediate_size)
         expect_parameter_dtype("MoE", dtype)
-        expect_scheme("MoE", scheme)
+        if scheme not in (None, "bf16"):
+            Scheme.of(scheme, "MoE")
         shared = shared_intermediate_size
         expect_type(shared, int, "MoE", "shared_intermediate_size")
         expect(shared >= 0, "MoE", "shared_intermediate_size", "at least 0", shared)
@@ -108,6 +111,16 @@ class MoE(nn.Module):
         self.shared_expert_gate = (
             nn.Linear(hidden_size, 1, bias=False, **where) if shared_expert_gate else None
         )
+
+    @classmethod
+    def quantized(cls, layer: MoE, scheme: str) -> MoE:
+        """A layer with the weights of `layer` (not quantised), those of the experts as the scheme
+        has them; everything else is shared."""
+        expect_type(layer, MoE, "MoE.quantized", "layer")
+        result = copy.copy(layer)
+        result._modules = dict(layer._modules)
+        result.experts = Experts.quantized(layer.experts, scheme)
+        return result
 
     def reset_parameters(self) -> None:
         """Initialise every part, as the constructor did."""

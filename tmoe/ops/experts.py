@@ -16,6 +16,7 @@ from ..arguments import (
     expect_dtype,
     expect_optional,
     expect_out,
+    expect_quantized,
     expect_same_device,
     expect_scheme,
     expect_topk,
@@ -23,6 +24,8 @@ from ..arguments import (
     needs_grad,
 )
 from ..checks import expect, expect_type
+from ..formats import QuantizedTensor
+from ..formats.recipe import Recipe
 from ..routing import Routing
 from .route import route
 
@@ -96,24 +99,33 @@ def fused_experts(
     weight_on_input: bool = False,
     first_expert: int = 0,
     num_experts: int | None = None,
+    input_scale: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Send each token through its K experts: ``y[t] = Σ_k w[t,k] · expert[ids[t,k]](x[t])``.
 
     Args:
         x: (..., H), float32, float16, bfloat16 or float64. T is the product of the leading sizes.
-        gate_up_proj: (E, 2I, H), or (E, I, H) where the activation has no gate; x's dtype.
-        down_proj: (E, H, I), x's dtype.
+        gate_up_proj: (E, 2I, H), or (E, I, H) where the activation has no gate; x's dtype, or a
+            `QuantizedTensor`.
+        down_proj: (E, H, I), x's dtype, or a `QuantizedTensor` of the same format.
         topk_weights: (T, K) or (..., K), any float dtype.
         topk_ids: (T, K) or (..., K), int32 or int64.
         activation: a name or an `Activation`; computed in float32.
         scheme: None or "bf16": weights that aren't quantised, whichever of the dtypes they have.
+            For quantised weights a name from `tmoe.formats.SCHEMES`, which says what becomes of the
+            inputs of both projections; there is no default. Then x isn't float64, and nothing has
+            a gradient.
         gate_up_bias, down_bias: (E, 2I) or (E, I), and (E, H); x's dtype.
         interleaved: the rows of gate_up_proj (and its bias) are g0, u0, g1, u1, ... (gpt-oss)
             instead of all gate rows, then all up rows.
         weight_on_input: the routing weight multiplies an expert's input, not its output (Llama 4).
         first_expert: ids are global; the weights hold experts [first_expert, first_expert + E).
         num_experts: the global count; first_expert + E if left out.
+        input_scale, hidden_scale: static scales of the inputs of the two projections, one number or
+            (E,), of the schemes fp8_tensor (a scale) and nvfp4 (a global scale); without one it is
+            computed from the rows that reach an expert.
         out: x's shape, contiguous, written instead of a new tensor; not while gradients are needed.
 
     Every tensor may have any strides: a transposed storage is passed as its ``.transpose(1, 2)``.
@@ -132,10 +144,14 @@ def fused_experts(
     """
     op = "fused_experts"
     activation = Activation.of(activation)
-    expect_scheme(op, scheme)
-    expect_dtype(x, op, "x", FLOATS)
-    expect_dtype(gate_up_proj, op, "gate_up_proj", FLOATS)
-    expect_dtype(down_proj, op, "down_proj", FLOATS)
+    if isinstance(gate_up_proj, QuantizedTensor) or isinstance(down_proj, QuantizedTensor):
+        expect_quantized(op, scheme, x, gate_up_proj, down_proj, input_scale, hidden_scale)
+    else:
+        expect_scheme(op, scheme)
+        for arg, value in (("x", x), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+            expect_dtype(value, op, arg, FLOATS)
+        for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
+            expect(scale is None, op, arg, "None with weights that aren't quantised", "a scale")
     ok = down_proj.ndim == 3 and min(down_proj.shape) >= 1
     expect(ok, op, "down_proj", "of shape (E, H, I), each at least 1", tuple(down_proj.shape))
     E, H, I = down_proj.shape
@@ -156,27 +172,23 @@ def fused_experts(
     num_experts = expect_window(op, first_expert, num_experts, E)
     topk_weights, topk_ids = expect_topk(op, topk_weights, topk_ids, x, num_experts)
 
-    x, gate_up_proj, down_proj, gate_up_bias, down_bias = autocast(
-        x, gate_up_proj, down_proj, gate_up_bias, down_bias
-    )
-    expect_alike(
+    quantized = isinstance(gate_up_proj, QuantizedTensor)
+    plain = () if quantized else (gate_up_proj, down_proj)
+    x, gate_up_bias, down_bias, *weights = autocast(x, gate_up_bias, down_bias, *plain)
+    alike = dict(zip(("gate_up_proj", "down_proj"), weights, strict=False))
+    expect_alike(op, {"x": x}, gate_up_bias=gate_up_bias, down_bias=down_bias, **alike)
+    expect_same_device(
         op,
         {"x": x},
         gate_up_proj=gate_up_proj,
         down_proj=down_proj,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        input_scale=input_scale,
+        hidden_scale=hidden_scale,
     )
-    expect_same_device(op, {"x": x}, topk_weights=topk_weights, topk_ids=topk_ids)
-    tensors = (
-        x if x.ndim == 2 else x.reshape(-1, H),
-        gate_up_proj,
-        down_proj,
-        topk_weights,
-        topk_ids,
-        gate_up_bias,
-        down_bias,
-    )
+    rows_of_x = x if x.ndim == 2 else x.reshape(-1, H)
+    tail = (topk_weights, topk_ids, gate_up_bias, down_bias)
     spec = (
         activation.name,
         activation.alpha,
@@ -186,11 +198,26 @@ def fused_experts(
         first_expert,
         num_experts,
     )
+    if quantized:
+        assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
+        words = Recipe.held_by(gate_up_proj).words
+        parts = (gate_up_proj.parts(), down_proj.parts())
+        arguments = (
+            rows_of_x, *parts, *tail, input_scale, hidden_scale, scheme, *words[:2], *spec
+        )  # fmt: skip
+        run = torch.ops.tmoe.quantized_experts
+        run_out = torch.ops.tmoe.quantized_experts_out
+        needed = needs_grad(x, *tail)
+    else:
+        arguments = (rows_of_x, *weights, *tail, *spec)
+        run, run_out = torch.ops.tmoe.fused_experts, torch.ops.tmoe.fused_experts_out
+        needed = needs_grad(x, *weights, *tail)
     if out is None:
-        y = torch.ops.tmoe.fused_experts.default(*tensors, *spec, needs_grad(*tensors))
+        y = run.default(*arguments, needed)
         return y if x.ndim == 2 else y.reshape(x.shape)
-    expect_out(op, out, x.shape, {"x": x}, *tensors[1:])
-    torch.ops.tmoe.fused_experts_out.default(out.view(-1, H), *tensors, *spec)
+    inputs = (*parts[0], *parts[1]) if quantized else weights
+    expect_out(op, out, x.shape, {"x": x}, *inputs, *tail)
+    run_out.default(out.view(-1, H), *arguments)
     return out
 
 

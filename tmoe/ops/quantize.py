@@ -20,7 +20,7 @@ def quantize(
     *,
     scale: Tensor | float | None = None,
     global_scale: Tensor | float | None = None,
-    block_shape: Sequence[int] | None = None,
+    block_shape: Sequence[int | None] | None = None,
     scale_rule: str | None = None,
 ) -> QuantizedTensor:
     """Round `x` to a number format.

@@ -1,0 +1,82 @@
+"""Layers with quantised experts: made from others, saved and loaded, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tmoe
+from tmoe.formats import SCHEMES, QuantizedTensor
+
+ROUTING = tmoe.Routing(4, 2, "Renormalize")
+
+
+def make_layer(**options):
+    return tmoe.MoE(64, 32, ROUTING, shared_intermediate_size=16, **options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized(scheme):
+    """The layer computes what the op computes with the quantised weights."""
+    layer = make_layer(bias=True)
+    quantized = tmoe.MoE.quantized(layer, scheme)
+    experts = quantized.experts
+    assert experts.scheme == scheme and quantized.gate is layer.gate
+    assert not isinstance(layer.experts.down_proj, QuantizedTensor)
+    recipe = SCHEMES[scheme].weights[0]
+    want = tmoe.quantize(
+        layer.experts.down_proj.detach(), recipe.format.name, block_shape=recipe.block_shape
+    )
+    assert torch.equal(experts.down_proj, want)
+    x = torch.randn(6, 64)
+    with torch.no_grad():
+        y = quantized(x)
+        _, weights, ids = layer.gate(x)
+        got = tmoe.fused_experts(
+            x, experts.gate_up_proj, experts.down_proj, weights, ids, scheme=scheme,
+            gate_up_bias=experts.gate_up_proj_bias, down_bias=experts.down_proj_bias,
+        )  # fmt: skip
+        assert torch.equal(y, got + layer.shared_expert(x))
+        error = (y - layer(x)).norm() / layer(x).norm()
+    assert error < (0.3 if "4" in scheme.split("_")[0] else 0.06)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_built_with_a_scheme(scheme):
+    layer = make_layer(scheme=scheme, dtype=torch.bfloat16)
+    assert isinstance(layer.experts.gate_up_proj, QuantizedTensor)
+    assert layer.experts.gate_up_proj.dequantize().std() > 0.01
+    with torch.no_grad():
+        y = layer(torch.randn(3, 5, 64, dtype=torch.bfloat16))
+    assert y.shape == (3, 5, 64) and y.isfinite().all()
+    assert scheme in repr(layer)
+
+
+def test_state_dict_copies_and_devices(tmp_path):
+    layer = tmoe.MoE.quantized(make_layer(), "nvfp4")
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        want = layer(x)
+        other = make_layer(scheme="nvfp4")
+        other.load_state_dict(layer.state_dict())
+        torch.save(layer.state_dict(), tmp_path / "layer.pt")
+        loaded = make_layer(scheme="nvfp4", device="meta")
+        loaded.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True), assign=True)
+        for twin in (other, loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(twin(x), want)
+    names = [name for name, _ in layer.named_parameters()]
+    assert "experts.gate_up_proj" in names and "experts.down_proj" in names
+
+
+def test_it_says_what_runs_and_refuses_to_train():
+    layer = tmoe.MoE.quantized(make_layer(), "fp8_block")
+    with torch.no_grad():
+        decision = tmoe.explain(layer)
+        assert "fp8_block" in str(decision) and decision.chosen == "torch"
+    with pytest.raises(tmoe.NoBackendError, match="no backward"):
+        layer(torch.randn(2, 64, requires_grad=True))
+    with pytest.raises(ValueError, match="scheme must be"):
+        make_layer(scheme="int3")

@@ -1,0 +1,223 @@
+"""Expert layers with quantised weights: the scheme's own arithmetic, in fp64, as the truth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tmoe
+from tests.checking import assert_matches
+from tests.reference import fused_experts_ref
+from tmoe.formats import SCHEMES
+
+E, T, K, H, I = 5, 9, 2, 160, 96  # neither H nor I a multiple of 128
+
+
+def make_weights(recipe, *, gated=True):
+    shapes = (E, 2 * I if gated else I, H), (E, H, I)
+    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
+    return [
+        tmoe.quantize(torch.randn(shape) / math.sqrt(shape[2]), recipe.format.name, **options)
+        for shape in shapes
+    ]
+
+
+def make_inputs(dtype=torch.float32):
+    x = torch.randn(T, H).to(dtype)
+    return x, torch.rand(T, K), torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+
+
+def rounded(x, recipe, scale=None):
+    """(S, D) fp64 as the reference quantiser has it."""
+    if recipe is None:
+        return x
+    name = recipe.format.name
+    given = {} if scale is None else {"global_scale" if name == "nvfp4" else "scale": scale}
+    options = {"block_shape": recipe.block_shape} if name == "fp8_block" else {}
+    return tmoe.quantize(x.float(), name, **options, **given).dequantize().double()
+
+
+def truth(x, gate_up, down, weights, ids, scheme, *, scales=(None, None), on_input=False):
+    """All (token, slot) pairs at once, so that a scale of the whole matrix sees what it should."""
+    recipe = SCHEMES[scheme].inputs
+    gate_up, down = gate_up.dequantize().double(), down.dequantize().double()
+    rows = x.double().repeat_interleave(K, 0)
+    if on_input:
+        rows = rows * weights.double().reshape(-1, 1)
+    rows = rounded(rows, recipe, scales[0])
+    e = ids.flatten()
+    hidden = torch.einsum("sd,snd->sn", rows, gate_up[e])
+    gate, up = hidden.chunk(2, -1)
+    hidden = rounded(gate * gate.sigmoid() * up, recipe, scales[1])
+    y = torch.einsum("sd,snd->sn", hidden, down[e]).view(T, K, H)
+    return y.sum(1) if on_input else (y * weights.double().unsqueeze(-1)).sum(1)
+
+
+def in_bf16(x, gate_up, down, weights, ids, **options):
+    """What torch makes of the dequantised layer in bf16: its error is the measure of ours."""
+    layer = [t.dequantize(torch.bfloat16) for t in (gate_up, down)]
+    return fused_experts_ref(x.bfloat16(), *layer, weights, ids, dtype=torch.bfloat16, **options)
+
+
+CASES = [(name, recipe) for name, scheme in SCHEMES.items() for recipe in scheme.weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme, recipe", CASES, ids=lambda v: getattr(v, "words", v))
+def test_every_scheme(scheme, recipe, dtype):
+    """QN11: every scale reaches the product; no result is a thousand times too large or zero."""
+    gate_up, down = make_weights(recipe)
+    x, weights, ids = make_inputs(dtype)
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
+    assert y.shape == x.shape and y.dtype == dtype
+    want = truth(x, gate_up, down, weights, ids, scheme)
+    assert_matches(y.float(), want, in_bf16(x, gate_up, down, weights, ids))
+    assert y.norm() / want.norm() == pytest.approx(1, abs=0.1)  # QN12: not zero against zero
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weight_on_input(scheme):
+    """SC09: the weight scales what is quantised, and is applied once."""
+    gate_up, down = make_weights(SCHEMES[scheme].weights[0])
+    x, weights, ids = make_inputs()
+    weights = weights / 100
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme, weight_on_input=True)
+    want = truth(x, gate_up, down, weights, ids, scheme, on_input=True)
+    naive = in_bf16(x, gate_up, down, weights, ids, weight_on_input=True)
+    assert_matches(y, want, naive)
+
+
+def test_inputs_are_quantised_only_where_the_scheme_says_so():
+    """QN22: what was asked for is what runs."""
+    gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
+    x, weights, ids = make_inputs()
+    a8 = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme="fp8_block")
+    a16 = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme="fp8_a16")
+    layer = [t.dequantize() for t in (gate_up, down)]
+    exact = fused_experts_ref(x, *layer, weights, ids)
+    assert (a16 - exact).norm() < 1e-5 * exact.norm() < (a8 - exact).norm()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_static_scales(scheme):
+    """One number for all experts, or (QN21) each expert its own."""
+    gate_up, down = make_weights(SCHEMES[scheme].weights[0])
+    x, weights, ids = make_inputs()
+    scales = torch.tensor(0.02), torch.tensor(0.03)
+    y = tmoe.fused_experts(
+        x, gate_up, down, weights, ids, scheme=scheme,
+        input_scale=scales[0], hidden_scale=scales[1],
+    )  # fmt: skip
+    want = truth(x, gate_up, down, weights, ids, scheme, scales=scales)
+    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+    alike = tmoe.fused_experts(
+        x, gate_up, down, weights, ids, scheme=scheme,
+        input_scale=scales[0].expand(E), hidden_scale=scales[1].expand(E),
+    )  # fmt: skip
+    assert torch.equal(alike, y)
+    one = torch.tensor([0.02, 0.1, 0.5, 0.02, 0.01])
+    y = tmoe.fused_experts(
+        x, gate_up, down, weights, ids, scheme=scheme, input_scale=one, hidden_scale=one
+    )
+    for e in range(E):
+        only = ids.masked_fill(ids != e, -1)
+        alone = tmoe.fused_experts(
+            x, gate_up, down, weights, only, scheme=scheme,
+            input_scale=one[e], hidden_scale=one[e],
+        )  # fmt: skip
+        y = y - alone
+    torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_windows_of_experts_add_up(scheme):
+    """Rows of experts that aren't here contribute nothing, and may hold anything."""
+    gate_up, down = make_weights(SCHEMES[scheme].weights[0])
+    x, weights, ids = make_inputs()
+    scales = {}
+    if SCHEMES[scheme].takes_scales:  # a dynamic one is that of the rows that are here
+        scales = dict(input_scale=torch.tensor(0.02), hidden_scale=torch.tensor(0.02))
+    whole = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme, **scales)
+    parts = [
+        tmoe.fused_experts(
+            x, gate_up[a:b], down[a:b], weights, ids,
+            scheme=scheme, first_expert=a, num_experts=E, **scales,
+        )
+        for a, b in ((0, 2), (2, E))
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole)
+    x[3], ids[3] = math.nan, -1
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme, **scales)
+    assert torch.equal(y[3], torch.zeros(H)) and y.isfinite().all()
+
+
+def test_biases_activations_and_out():
+    gate_up, down = make_weights(SCHEMES["mxfp4_a16"].weights[0])
+    x, weights, ids = make_inputs()
+    biases = dict(gate_up_bias=torch.randn(E, 2 * I), down_bias=torch.randn(E, H))
+    options = dict(activation="swiglu_oai", interleaved=True, **biases)
+    out = torch.empty(T, H)
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme="mxfp4_a16", out=out, **options)
+    assert y is out
+    layer = [t.dequantize() for t in (gate_up, down)]
+    options |= dict(activation="swiglu_oai", alpha=1.702, limit=7.0)
+    want = fused_experts_ref(x, *layer, weights, ids, **options)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens():
+    gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
+    ids = torch.zeros(0, K, dtype=torch.int64)
+    y = tmoe.fused_experts(
+        torch.randn(0, H), gate_up, down, torch.rand(0, K), ids, scheme="fp8_block"
+    )
+    assert y.shape == (0, H)
+
+
+def test_compiles():
+    gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
+    x, weights, ids = make_inputs()
+
+    def layer(x):
+        return tmoe.fused_experts(x, gate_up, down, weights, ids, scheme="fp8_block")
+
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def refused(error, match, *, scheme="fp8_block", **changes):
+    gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
+    x, weights, ids = make_inputs()
+    arguments = dict(
+        x=x, gate_up_proj=gate_up, down_proj=down, topk_weights=weights, topk_ids=ids, scheme=scheme
+    )
+    with pytest.raises(error, match=match):
+        tmoe.fused_experts(**arguments | changes)
+
+
+def test_bad_input():
+    """A scheme is never guessed, never half applied, and never a silent dequantisation."""
+    other = make_weights(SCHEMES["mxfp4_a16"].weights[0])
+    refused(ValueError, "scheme must be named .* one of fp8_block, fp8_a16, got None", scheme=None)
+    refused(ValueError, "scheme must be None, bf16 or one of fp8_tensor,.*got int3", scheme="int3")
+    refused(
+        ValueError,
+        r"gate_up_proj must be mxfp4 .* for mxfp4_a16, got fp8_block",
+        scheme="mxfp4_a16",
+    )
+    refused(ValueError, r"down_proj must be fp8_block .*got mxfp4", down_proj=other[1])
+    refused(
+        TypeError, "down_proj must be a QuantizedTensor, got Tensor", down_proj=torch.randn(E, H, I)
+    )
+    refused(ValueError, "input_scale must be None for fp8_block", input_scale=torch.tensor(1.0))
+    refused(TypeError, "x must have dtype", x=torch.randn(T, H, dtype=torch.float64))
+    refused(tmoe.NoBackendError, "no backward", x=torch.randn(T, H, requires_grad=True))
+    with pytest.raises(ValueError, match="fp8_block takes weights from tmoe.quantize"):
+        weights = [w.dequantize() for w in make_weights(SCHEMES["fp8_block"].weights[0])]
+        tmoe.fused_experts(torch.randn(T, H), *weights, *make_inputs()[1:], scheme="fp8_block")
+    gate_up, down = make_weights(SCHEMES["fp8_tensor"].weights[0])
+    with pytest.raises(ValueError, match=r"input_scale must be one number, or of shape \(5,\)"):
+        x, w, ids = make_inputs()
+        scale = torch.ones(3)
+        tmoe.fused_experts(x, gate_up, down, w, ids, scheme="fp8_tensor", input_scale=scale)
