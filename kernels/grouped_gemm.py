@@ -38,7 +38,7 @@ from tmoe.kernels.tiles import Tile
 
 
 @triton.jit
-def _tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(row tile, column tile): GROUP_M row tiles go through the columns together, so that weights
     are still in L2 for the next row tile."""
     per_group = GROUP_M * tiles_n
@@ -55,10 +55,49 @@ def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
 
 
 @triton.jit
-def _load_tile(tiles_ptr, tile_m):
+def load_tile(tiles_ptr, tile_m):
     """(expert, first row, end row)"""
     ptr = tiles_ptr + 3 * tile_m
     return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
+
+
+@triton.jit
+def finish_tile(
+    problem, acc, expert, rows, in_expert, slots, tile_n,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROW_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation."""
+    out_ptr, _w, bias_ptr, row_weight_ptr, _row_to_slot_ptr, N, _D, _top_k, alpha, limit = problem[
+        0
+    ]
+    stride_out, _a_strides, _w_strides, bias_strides = problem[1]
+    if ROW_WEIGHT != "none":
+        row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
+        row_weight = widen(row_weight).to(tl.float32)[:, None]
+    if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
+        acc *= row_weight
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        if INTERLEAVED:
+            gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
+        else:
+            gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
+        if bias_ptr is not None:
+            gate_column = 2 * offs_n if INTERLEAVED else offs_n
+            up_column = gate_column + (1 if INTERLEAVED else N)
+            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
+            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
+        y = activate_gated(gate, up, alpha, limit, ACTIVATION)
+    else:
+        if bias_ptr is not None:
+            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
+        y = activate(acc, ACTIVATION)
+    if ROW_WEIGHT == "output":
+        y *= row_weight
+    y = narrow(y, out_ptr.dtype.element_ty)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
+    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
 
 
 @triton.jit
@@ -78,6 +117,7 @@ def _compute_tile(
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
     offs_d = tl.arange(0, BLOCK_D)
+    slots = rows
     if GATHER or ROW_WEIGHT != "none":
         slots = tl.load(row_to_slot_ptr + rows, mask=in_expert, other=0)
 
@@ -131,32 +171,10 @@ def _compute_tile(
         if not W_IS_DESC:
             w_ptrs += BLOCK_D * w_strides[2]
 
-    if ROW_WEIGHT != "none":
-        row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
-        row_weight = widen(row_weight).to(tl.float32)[:, None]
-    if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
-        acc *= row_weight
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
-        if INTERLEAVED:
-            gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
-        else:
-            gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
-        if bias_ptr is not None:
-            gate_column = 2 * offs_n if INTERLEAVED else offs_n
-            up_column = gate_column + (1 if INTERLEAVED else N)
-            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
-            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
-        y = activate_gated(gate, up, alpha, limit, ACTIVATION)
-    else:
-        if bias_ptr is not None:
-            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
-        y = activate(acc, ACTIVATION)
-    if ROW_WEIGHT == "output":
-        y *= row_weight
-    y = narrow(y, out_ptr.dtype.element_ty)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
-    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
+    finish_tile(
+        problem, acc, expert, rows, in_expert, slots, tile_n,
+        ACTIVATION, GATED, INTERLEAVED, ROW_WEIGHT, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_tiles", "top_k", "alpha", "limit"])
@@ -194,8 +212,8 @@ def _grouped_gemm_kernel(
     if PERSISTENT:
         start, step = tl.program_id(0), tl.num_programs(0)
         for index in tl.range(start, num_tiles * tiles_n, step, flatten=True):
-            tile_m, tile_n = _tile_position(index, num_tiles, tiles_n, GROUP_M)
-            tile = _load_tile(tiles_ptr, tile_m)
+            tile_m, tile_n = tile_position(index, num_tiles, tiles_n, GROUP_M)
+            tile = load_tile(tiles_ptr, tile_m)
             _compute_tile(
                 problem, a, tile, tile_n, ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
@@ -203,8 +221,8 @@ def _grouped_gemm_kernel(
             )  # fmt: skip
     else:
         # In the order that max_tiles would have, so that no load has to wait for num_tiles.
-        tile_m, tile_n = _tile_position(tl.program_id(0), max_tiles, tiles_n, GROUP_M)
-        tile = _load_tile(tiles_ptr, tile_m)
+        tile_m, tile_n = tile_position(tl.program_id(0), max_tiles, tiles_n, GROUP_M)
+        tile = load_tile(tiles_ptr, tile_m)
         if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
             _compute_tile(
                 problem, a_half, tile, tile_n, ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,

@@ -86,6 +86,19 @@ FLOAT32 = (
 )
 INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
 
+# Of quantised weights: a tile's columns are the rows of the tensor cores' left operand, hence 64 or
+# 128 of them, and the depth goes by 128 as the widest scales do. Compiled, not measured.
+QUANTIZED = (
+    LayerTiles(Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3), 16),
+    LayerTiles(Tile(64, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3), 64),
+    LayerTiles(Tile(128, 64, 128, 8, 3), Tile(128, 64, 128, 8, 3)),
+)
+QUANTIZED_PORTABLE = (
+    LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2), 16),
+    LayerTiles(Tile(64, 32, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
+)
+QUANTIZED_INTERPRETER = (LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2)),)
+
 DESCRIBED = {"sm_90": HOPPER, "sm_100": HOPPER, "sm_103": HOPPER}
 INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
 
@@ -115,3 +128,19 @@ def choose_tiles(
     rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
     table = tile_table(device, dtype, described=described)
     return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
+
+
+def quantized_tile_table(device: torch.device) -> tuple[LayerTiles, ...]:
+    """The table for this GPU and quantised weights."""
+    name = architecture(device)
+    if name == "interpreter":
+        return QUANTIZED_INTERPRETER
+    return QUANTIZED if name in DESCRIBED else QUANTIZED_PORTABLE
+
+
+def choose_quantized_tiles(
+    device: torch.device, *, rows_per_expert: float, batch_invariant: bool = False
+) -> LayerTiles:
+    """The tiles for experts with quantised weights that get so many rows on average."""
+    rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
+    return next(t for t in quantized_tile_table(device) if rows <= t.max_rows)

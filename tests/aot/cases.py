@@ -16,6 +16,8 @@ from torch import Tensor
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
+from tmoe.formats import SCHEMES, Scheme
+from tmoe.formats.recipe import Recipe
 from tmoe.kernels.launch import cdiv
 from tmoe.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
@@ -137,6 +139,42 @@ def _grouped_gemm(dtype: torch.dtype) -> Case:
 MINIMAX_M2 = RoutingRule(score="sigmoid", takes_bias=True, renormalize=True, min_sum=TINY)
 
 
+def _quantized_layer(scheme: Scheme, weights: Recipe, num_tokens: int) -> Case:
+    """Qwen3-30B-A3B's layer with quantised weights."""
+    E, K, H, I = 128, 8, 2048, 768
+    bf16, spec = torch.bfloat16, ExpertsSpec(num_experts=E, scheme=scheme.name)
+
+    def launch() -> Tensor:
+        return BACKEND.fused_experts(
+            _empty(num_tokens, H, dtype=bf16),
+            weights.empty((E, 2 * I, H), device=DEVICE),
+            weights.empty((E, H, I), device=DEVICE),
+            _empty(num_tokens, K, dtype=torch.float32),
+            _empty(num_tokens, K, dtype=torch.int32),
+            None,
+            None,
+            spec,
+        )
+
+    name = f"{scheme.name} {weights.format.name} T={num_tokens}"
+    return Case(name, launch, max_spilled=96)
+
+
+def _quantized_layers() -> list[Case]:
+    """A row tile of every height. e4m3 codes are multiplied where there are units for it. Schemes
+    that differ in the quantisers alone have the same GEMM."""
+    has_fp8 = torch.version.hip is None and torch.cuda.get_device_capability(DEVICE) >= (8, 9)
+    codes = {"fp8_tensor", "fp8_channel", "fp8_block"}  # the inputs stay codes
+    at_every_height = {"fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16"}
+    return [
+        _quantized_layer(scheme, weights, num_tokens)
+        for name, scheme in SCHEMES.items()
+        for weights in scheme.weights
+        for num_tokens in ((16, 512, 8192) if name in at_every_height else (512,))
+        if has_fp8 or name not in codes
+    ]
+
+
 def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: bool) -> Case:
     rule, E = routing.rule, routing.num_experts
     logits = _empty(num_tokens, routing.num_logits, dtype=dtype)
@@ -236,6 +274,7 @@ def cases() -> list[Case]:
         ),
         *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
         replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+        *_quantized_layers(),
         *_quantisers(16384, 7168, 8, bf16),
         *_quantisers(16, 7168, 8, bf16),
         *_quantisers(64, 2880, 8, torch.float32),

@@ -22,10 +22,12 @@ from tmoe.kernels.tiles import choose_tiles
 
 from ..dispatch.backend import NO_SCALES
 from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
+from .triton_quantized import quantized_experts
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,8 +58,11 @@ class TritonBackend:
             return (
                 f"multiplies fp32, fp16 and bf16, got {str(problem.dtype).removeprefix('torch.')}"
             )
-        if problem.scheme is not None and problem.op != "quantize":
-            return f"multiplies unquantised weights only, got scheme {problem.scheme}"
+        if problem.scheme is not None and problem.op == "fused_experts":
+            if problem.dtype == torch.float16:
+                return f"fp16 has no room for {problem.scheme} weights times their scales"
+            if not machine.interpreted:
+                return f"its kernels for {problem.scheme} have not been checked on a GPU yet"
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
@@ -141,6 +146,11 @@ class TritonBackend:
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
     ) -> Tensor:
+        if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
+            return quantized_experts(
+                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias,
+                spec, out, scales,
+            )  # fmt: skip
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
         S, activation = T * K, spec.activation
         tiles = choose_tiles(

@@ -36,10 +36,9 @@ def quantize_parts(
     if format.has_global_scale:
         data, scale, global_scale = kernels.quantize_nvfp4(rows, global_scale=global_scale)
     elif format.scale is FLOAT32:
-        block = _BLOCKS.get(recipe.block_shape) or recipe.block_shape
         power_of_two = recipe.scale_rule == "ceil"
         data, scale = kernels.quantize_fp8(
-            rows, block=block, scale=scale, power_of_two=power_of_two
+            rows, block=block_of(recipe), scale=scale, power_of_two=power_of_two
         )
     else:
         data, scale = kernels.quantize_mx(
@@ -70,6 +69,11 @@ def dequantize_parts(
     else:
         values = kernels.dequantize_mx(rows, scale, element=format.element.name, dtype=dtype)
     return values if data.ndim > 1 else values[0]
+
+
+def block_of(recipe: Recipe) -> str | Block:
+    """The block shape in the FP8 kernels' words."""
+    return _BLOCKS.get(recipe.block_shape) or recipe.block_shape
 
 
 def _provider(device_type: str) -> str:

@@ -1,0 +1,124 @@
+"""The GEMM with quantised weights against its operands taken apart, in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tmoe
+from tests.checking import assert_matches
+from tmoe.kernels.activation_ref import activate_ref
+from tmoe.kernels.quantized_gemm import quantized_gemm
+from tmoe.kernels.sort import sort_tokens
+from tmoe.kernels.tiles import Tile
+
+E, T, K = 3, 7, 2
+TILE = Tile(16, 32, 128, 4, 2)
+BLOCKS = {"block_shape": (128, 128)}
+WEIGHTS = {
+    "fp8_tensor": ({}, {}),
+    "fp8_channel": ({}, dict(scale_rows=1)),
+    "fp8_block": (BLOCKS, dict(scale_rows=128, scale_columns=128)),
+    "mxfp8": ({}, dict(scale_rows=1, scale_columns=32)),
+    "mxfp4": ({}, dict(scale_rows=1, scale_columns=32, packed=True)),
+    "nvfp4": ({}, dict(scale_rows=1, scale_columns=16, packed=True)),
+}
+SHAPES = [(40, 160), (32, 128), (200, 96), (17, 272)]  # N, D
+
+
+def make_order(device):
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device)
+    return sort_tokens(ids, num_experts=E, block_m=TILE.block_m)
+
+
+def truth(a, w, order):
+    """(S, N) in fp64, each row's product with its expert's weights."""
+    offsets = order.expert_offsets.tolist()
+    rows = a.double()[order.row_to_slot.long() // K]
+    return torch.cat([rows[offsets[e] : offsets[e + 1]] @ w[e].double().T for e in range(E)])
+
+
+def check(out, want, naive):
+    assert_matches(out, want, naive)
+    assert out.norm() > 0.9 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("N, D", SHAPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_quantised_weights(name, N, D, dtype, device):
+    options, layout = WEIGHTS[name]
+    order = make_order(device)
+    a = torch.randn(T, D, device=device).to(dtype)
+    w = tmoe.quantize(torch.randn(E, N, D, device=device), name, **options)
+    out = torch.empty(T * K, N, device=device)
+    quantized_gemm(
+        out, a, w.data, w.scale, order, TILE,
+        w_global_scale=w.global_scale, gather=True, **layout,
+    )  # fmt: skip
+    values = w.dequantize()
+    check(out, truth(a, values, order), truth(a, values.to(dtype), order))
+
+
+@pytest.mark.parametrize("N, D", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "name, inputs",
+    [("fp8_tensor", "fp8_tensor"), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block")],
+)
+def test_codes_times_codes(name, inputs, N, D, device):
+    """SH02: every block has a scale of its own, a power of two apart from the next."""
+    options, layout = WEIGHTS[name]
+    order = make_order(device)
+    blocks = torch.arange(D, device=device) // 128
+    x = torch.randn(T, D, device=device) * 2.0**blocks
+    a = tmoe.quantize(x, inputs)
+    w = tmoe.quantize(torch.randn(E, N, D, device=device) * 4.0**-blocks, name, **options)
+    out = torch.empty(T * K, N, device=device)
+    quantized_gemm(
+        out, a.data, w.data, w.scale, order, TILE, a_scale=a.scale, gather=True, **layout
+    )
+    values = [q.dequantize() for q in (a, w)]
+    check(out, truth(*values, order), truth(*(v.bfloat16() for v in values), order))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gate_and_up_with_halves_of_their_own(interleaved, device):
+    """A global scale for each half of the rows; the rest as in grouped_gemm."""
+    N, D = 40, 64
+    order = make_order(device)
+    a = torch.randn(T, D, device=device)
+    halves = torch.tensor([[0.01, 0.02], [0.03, 0.01], [0.02, 0.02]], device=device)
+    w = tmoe.quantize(torch.randn(E, 2 * N, D, device=device), "nvfp4", global_scale=halves)
+    bias, weight = torch.randn(E, 2 * N, device=device), torch.rand(T * K, device=device)
+    out = torch.empty(T * K, N, device=device)
+    quantized_gemm(
+        out, a, w.data, w.scale, order, TILE, w_global_scale=halves, packed=True,
+        scale_rows=1, scale_columns=16, gather=True, gated=True, interleaved=interleaved,
+        activation="swiglu", bias=bias, row_weight=weight,
+    )  # fmt: skip
+    offsets, slot = order.expert_offsets.long(), order.row_to_slot.long()
+    expert = torch.searchsorted(offsets[1:], torch.arange(T * K, device=device), right=True)
+    y = truth(a, w.dequantize(), order) + bias.double()[expert]
+    gate, up = (y[:, ::2], y[:, 1::2]) if interleaved else y.chunk(2, -1)
+    want = activate_ref(gate, up, name="swiglu") * weight.double()[slot, None]
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5 * math.sqrt(D))
+
+
+def test_poisoned_padding(device):
+    """Bytes past a row's end, and rows past the last expert's, may hold anything."""
+    N, D = 40, 72
+    order = make_order(device)
+    a = torch.full((T, D + 8), math.nan, device=device)
+    a[:, :D] = torch.randn(T, D, device=device)
+    w = tmoe.quantize(torch.randn(E, N, D, device=device), "fp8_channel")
+    wide = torch.full((E, N, D + 56), 0x7F, dtype=torch.uint8, device=device)
+    wide[:, :, :D] = w.data.view(torch.uint8)
+    codes = wide.view(torch.float8_e4m3fn)[:, :, :D]
+    outs = []
+    for data, rows in ((w.data, a[:, :D].contiguous()), (codes, a[:, :D])):
+        out = torch.empty(T * K, N, device=device)
+        quantized_gemm(out, rows, data, w.scale, order, TILE, gather=True, scale_rows=1)
+        outs.append(out)
+    assert torch.equal(*outs) and outs[0].isfinite().all()

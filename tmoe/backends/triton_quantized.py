@@ -1,0 +1,138 @@
+"""Experts with quantised weights as Triton kernels: quantise, gate_up, quantise, down, combine."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tmoe.kernels.combine import combine
+from tmoe.kernels.quantize_fp8 import quantize_fp8
+from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
+from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from tmoe.kernels.quantized_gemm import quantized_gemm
+from tmoe.kernels.sort import SortedTokens, sort_tokens
+from tmoe.kernels.tiles import choose_quantized_tiles
+
+from ..dispatch.problem import ExpertsSpec, StaticScales
+from ..formats import FORMATS, QuantizedTensor
+from ..formats.compute import block_of
+from ..formats.format import FLOAT32
+from ..formats.recipe import Recipe
+from ..formats.scheme import SCHEMES
+from ..options import current
+
+
+def quantized_experts(
+    x: Tensor,
+    gate_up_proj: QuantizedTensor,
+    down_proj: QuantizedTensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: ExpertsSpec,
+    out: Tensor | None,
+    scales: StaticScales,
+) -> Tensor:
+    """x (T, H) bf16 or fp32 -> (T, H); see `tmoe.dispatch.backend.Backend`."""
+    assert spec.scheme is not None
+    (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
+    S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
+    tiles = choose_quantized_tiles(
+        x.device,
+        rows_per_expert=S / spec.num_experts,
+        batch_invariant=current().batch_invariant,
+    )
+    order = sort_tokens(
+        topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
+    )
+    weights = topk_weights.contiguous()
+    rows = Rows(order)
+    row_weight: Tensor | None = weights
+    gather, a_scale = True, None
+    if inputs is None:
+        a = x.contiguous()
+    elif spec.weight_on_input:  # it scales what is quantised
+        a = x[rows.token].float() * weights.float().flatten()[rows.slot, None]
+        a, a_scale = rows.quantize(a, inputs, scales.input, rows.here, x.dtype)
+        row_weight, gather = None, False
+    elif scales.input is not None and scales.input.numel() > 1:  # experts scale a token differently
+        index = torch.where(rows.is_here, rows.token, -1)
+        a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
+        gather = False
+    else:
+        used = (order.slot_to_row >= 0).any(1)
+        index = torch.where(used, torch.arange(T, device=x.device), -1)
+        a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
+    hidden = quantized_gemm(
+        x.new_empty(S, I, dtype=x.dtype if inputs is None else torch.float32),
+        a, gate_up_proj.data, gate_up_proj.scale, order, tiles.gate_up,
+        a_scale=a_scale, w_global_scale=gate_up_proj.global_scale, **_layout(gate_up_proj),
+        bias=gate_up_bias, gather=gather,
+        row_weight=row_weight if spec.weight_on_input else None, weight_on_input=True,
+        activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
+        alpha=activation.alpha, limit=activation.limit,
+    )  # fmt: skip
+    hidden_scale = None
+    if inputs is not None:
+        hidden, hidden_scale = rows.quantize(hidden, inputs, scales.hidden, rows.here, x.dtype)
+    y = quantized_gemm(
+        x.new_empty(S, H), hidden, down_proj.data, down_proj.scale, order, tiles.down,
+        a_scale=hidden_scale, w_global_scale=down_proj.global_scale, **_layout(down_proj),
+        bias=down_bias, row_weight=None if spec.weight_on_input else weights,
+    )  # fmt: skip
+    return combine(y, order.slot_to_row, x.new_empty(T, H) if out is None else out)
+
+
+class Rows:
+    """The rows in expert order; those past the last expert's hold what nobody wrote."""
+
+    def __init__(self, order: SortedTokens) -> None:
+        self.expert_offsets = order.expert_offsets
+        number = torch.arange(order.row_to_slot.numel(), device=order.row_to_slot.device)
+        self.is_here = number < order.expert_offsets[-1]
+        self.here = torch.where(self.is_here, number, -1)
+        self.slot = torch.where(self.is_here, order.row_to_slot, 0).long()
+        self.token = self.slot // order.top_k
+
+    def quantize(
+        self, x: Tensor, recipe: Recipe, scale: Tensor | None, index: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows x[index], 0 where that is -1, as a GEMM takes them: e4m3 codes and their scales, or
+        numbers of `dtype` that the format can hold and, of NVFP4, the global scale.
+
+        A static scale is one number or, if the rows are in expert order, (E,).
+        """
+        index, format = index.int(), recipe.format
+        of_rows = None if scale is None or scale.numel() == 1 else self._of_rows(scale)
+        if format.has_global_scale:
+            offsets = None if of_rows is None else self.expert_offsets
+            data, scales, g = quantize_nvfp4(
+                x, global_scale=scale, row_index=index, expert_offsets=offsets
+            )
+            one = torch.ones((), device=x.device)
+            values = dequantize_nvfp4(data, scales, one, dtype=dtype)
+            return values, g.reshape(()) if of_rows is None else of_rows
+        if format.scale is not FLOAT32:
+            quantize = partial(quantize_mx, element=format.element.name)
+            data, scales = quantize(x, scale_rule=recipe.scale_rule, row_index=index)
+            return dequantize_mx(data, scales, element=format.element.name, dtype=dtype), None
+        if of_rows is not None:
+            return quantize_fp8(x, block="row", scale=of_rows, row_index=index)
+        return quantize_fp8(x, block=block_of(recipe), scale=scale, row_index=index)
+
+    def _of_rows(self, of_experts: Tensor) -> Tensor:
+        """(E,) -> (S,): each row has its expert's."""
+        bounds = self.expert_offsets[1:]
+        number = torch.arange(len(self.is_here), device=bounds.device, dtype=bounds.dtype)
+        expert = torch.searchsorted(bounds, number, right=True).clamp(max=len(of_experts) - 1)
+        return of_experts.float()[expert]
+
+
+def _layout(weight: QuantizedTensor) -> dict[str, int | bool]:
+    """How far a scale reaches, as `quantized_gemm` is told."""
+    rows, columns = weight.block_shape
+    packed = FORMATS[weight.format].is_packed
+    return {"packed": packed, "scale_rows": rows or 0, "scale_columns": columns or 0}
