@@ -111,6 +111,21 @@ def test_inputs_are_quantised_only_where_the_scheme_says_so(backend):
     assert (a16 - exact).norm() < 1e-5 * exact.norm() < (a8 - exact).norm()
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_a16", "nvfp4", "nvfp4_a16"])
+def test_gate_and_up_that_were_quantised_apart(scheme, backend):
+    """Each keeps its own scale (fp8_tensor) or global scale (nvfp4); nothing is rounded again."""
+    recipe = SCHEMES[scheme].weights[0]
+    halves = 0.001 * (1 + torch.rand(E, 2)) * torch.tensor([1.0, 7.0])
+    given = {"global_scale" if recipe.format.has_global_scale else "scale": halves}
+    gate_up = torch.randn(E, 2 * I, H) / math.sqrt(H)
+    gate_up[:, I:] *= 7
+    gate_up, down = tmoe.quantize(gate_up, recipe.format.name, **given), make_weights(recipe)[1]
+    x, weights, ids = make_inputs()
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
+    want = truth(x, gate_up, down, weights, ids, scheme)
+    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+
+
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
 def test_static_scales(scheme, backend):
     """One number for all experts, or (QN21) each expert its own."""

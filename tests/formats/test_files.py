@@ -58,10 +58,13 @@ def test_blocks_of_128_by_128_and_slices_of_experts(path):
     assert loaded.block_shape == (128, 128) and torch.equal(loaded, q[[0, 2]])
 
 
-def test_both_global_scales_are_kept(path):
+def test_scales_of_halves_are_kept(path):
     q = quantize(torch.randn(3, 4, 32), "nvfp4", global_scale=torch.rand(3, 2) + 0.1)
     save_file({"w": q}, path)
     assert load_file(path)["w"].global_scale.shape == (3, 2)
+    q = quantize(torch.randn(3, 4, 32), "fp8_tensor", scale=torch.rand(3, 2) + 0.1)
+    save_file({"w": q}, path)
+    assert torch.equal(load_file(path)["w"], q)
 
 
 def test_the_keys_are_readable_by_others(path):

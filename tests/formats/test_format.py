@@ -71,7 +71,10 @@ def test_shapes_and_bits(name, block_shape, shape, scale_shape, bits):
         assert format.bits_per_value(shape, block_shape) == pytest.approx(bits)
 
 
-def test_a_global_scale_belongs_to_a_matrix_or_to_half_of_its_rows():
+def test_a_matrix_or_half_of_its_rows_has_a_scale():
+    assert FORMATS["fp8_tensor"].scale_shapes((3, 6, 16)) == ((3,), (3, 2))
+    assert FORMATS["fp8_tensor"].scale_shapes((5, 16)) == ((),)
+    assert FORMATS["fp8_channel"].scale_shapes((3, 6, 16)) == ((3, 6),)
     shapes = FORMATS["nvfp4"].global_scale_shapes
     assert shapes((3, 6, 16)) == ((3,), (3, 2))
     assert shapes((6, 16)) == ((), (2,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tmoe import quantize
 from tmoe.formats import FORMATS, QuantizedTensor, decode_e8m0
 
 from_parts = QuantizedTensor.from_parts
@@ -55,6 +56,20 @@ def test_what_checkpoints_hold(format, data, scale, shape):
     if scale.dtype == E8M0 and spec.scale.storage == torch.float32:
         wide = decode_e8m0(wide)  # exactly
     assert torch.equal(q.scale, wide.to(q.scale.dtype).reshape(q.scale.shape))
+
+
+def test_fp8_tensor_has_one_scale_or_two_per_expert():
+    """Gate and up that were quantised apart."""
+    data, halves = codes(3, 6, 8), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    both = from_parts(data, halves, format="fp8_tensor")
+    assert both.scale.shape == (3, 2) and both.bits_per_value == 8 + 2 * 32 / 48
+    want = data.float() * halves.repeat_interleave(3, 1)[..., None]
+    assert torch.equal(both.dequantize(), want)
+    assert torch.equal(both[1].dequantize(), want[1])
+    assert torch.equal(both[1:].dequantize(torch.bfloat16), want[1:].bfloat16())
+    assert torch.equal(quantize(want, "fp8_tensor", scale=halves), both)
+    with pytest.raises(ValueError, match=r"\(3,\) for fp8_tensor.*got \(3, 2\)"):
+        from_parts(codes(3, 5, 8), halves, format="fp8_tensor")  # an odd number has no halves
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1), (3, 2)])
@@ -137,7 +152,8 @@ REFUSED = {
     "fp8-scale-negative": (codes(1, 8), -torch.ones(1), {"format": "fp8_token"}, "got -1.0"),
     "wrong-scale-shape": (codes(6, 8), torch.rand(8), {"format": "fp8_token"}, r"\(6,\).*\(8,\)"),
     "row-of-scales-for-a-tensor": (
-        codes(6, 8), torch.rand(6), {"format": "fp8_tensor"}, r"shape \(\) for fp8_tensor.*\(6,\)"
+        codes(6, 8), torch.rand(6), {"format": "fp8_tensor"},
+        r"shape \(\) or \(2,\) for fp8_tensor.*\(6,\)",
     ),
     "other-block-shape": (
         codes(256, 256), torch.rand(2, 2), {"format": "fp8_block"}, r"\(256, 2\).*got \(2, 2\)"

@@ -134,5 +134,7 @@ class Rows:
 def _layout(weight: QuantizedTensor) -> dict[str, int | bool]:
     """How far a scale reaches, as `quantized_gemm` is told."""
     rows, columns = weight.block_shape
+    if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
+        rows = weight.shape[1] // 2
     packed = FORMATS[weight.format].is_packed
     return {"packed": packed, "scale_rows": rows or 0, "scale_columns": columns or 0}

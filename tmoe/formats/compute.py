@@ -32,11 +32,12 @@ def quantize_parts(
     """Codes, scales and global scale of a checked `x` (..., K); by "triton", "torch", or whichever
     is the one for x's device."""
     kernels, format = _kernels(provider or _provider(x.device.type)), recipe.format
-    rows = x if x.ndim > 1 else x.unsqueeze(0)
+    rows, given = x if x.ndim > 1 else x.unsqueeze(0), scale
     if format.has_global_scale:
         data, scale, global_scale = kernels.quantize_nvfp4(rows, global_scale=global_scale)
     elif format.scale is FLOAT32:
         power_of_two = recipe.scale_rule == "ceil"
+        rows = _by_halves(rows, scale, recipe.block_shape)
         data, scale = kernels.quantize_fp8(
             rows, block=block_of(recipe), scale=scale, power_of_two=power_of_two
         )
@@ -45,7 +46,8 @@ def quantize_parts(
             rows, element=format.element.name, scale_rule=recipe.scale_rule
         )
     data = data.view(format.data_shape(x.shape))
-    return data, scale.view(format.scale_shape(x.shape, recipe.block_shape)), global_scale
+    scales = scale.view(format.scale_shape(x.shape, recipe.block_shape)) if given is None else given
+    return data, scales, global_scale
 
 
 def dequantize_parts(
@@ -65,7 +67,8 @@ def dequantize_parts(
         values = kernels.dequantize_nvfp4(rows, scale, global_scale, dtype=dtype)
     elif format.scale is FLOAT32:
         block = _BLOCKS.get(block_shape) or block_shape
-        values = kernels.dequantize_fp8(rows, scale, block=block, dtype=dtype)
+        halves = _by_halves(rows, scale, block_shape)
+        values = kernels.dequantize_fp8(halves, scale, block=block, dtype=dtype).view(rows.shape)
     else:
         values = kernels.dequantize_mx(rows, scale, element=format.element.name, dtype=dtype)
     return values if data.ndim > 1 else values[0]
@@ -74,6 +77,13 @@ def dequantize_parts(
 def block_of(recipe: Recipe) -> str | Block:
     """The block shape in the FP8 kernels' words."""
     return _BLOCKS.get(recipe.block_shape) or recipe.block_shape
+
+
+def _by_halves(rows: Tensor, scale: Tensor | None, block_shape: Block) -> Tensor:
+    """rows (..., M, K) as (..., 2, M / 2, K) if each half has a scale of its own."""
+    if block_shape != (None, None) or scale is None or scale.ndim < rows.ndim - 1:
+        return rows
+    return rows.unflatten(-2, (2, rows.shape[-2] // 2))
 
 
 def _provider(device_type: str) -> str:

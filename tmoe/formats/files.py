@@ -97,7 +97,7 @@ def _restore(
     block_shape = format.check_block_shape(about["block_shape"], "load_file")
     wanted: list[tuple[torch.dtype, tuple[tuple[int, ...], ...]]] = [
         (format.element.storage, (format.data_shape(shape),)),
-        (format.scale.storage, (format.scale_shape(shape, block_shape),)),
+        (format.scale.storage, format.scale_shapes(shape, block_shape)),
     ]
     if format.has_global_scale:
         wanted.append((torch.float32, format.global_scale_shapes(shape)))

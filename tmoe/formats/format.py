@@ -136,13 +136,19 @@ class Format:
             blocks.append(-(-K // columns))
         return tuple(blocks)
 
+    def scale_shapes(
+        self, shape: Sequence[int], block_shape: Block | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes that given scales may have: the above or, where a matrix has one scale, one for
+        each half of its rows (gate and up)."""
+        whole_matrix = (block_shape or self.block_shape) == (None, None)
+        usual = (self.scale_shape(shape, block_shape),)
+        return usual + _of_halves(shape) if whole_matrix else usual
+
     def global_scale_shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Shapes that a global scale may have: one for each matrix, or one for each half of its
-        rows (gate and up). Nothing for a format without."""
-        if not self.has_global_scale:
-            return ()
-        lead = tuple(shape[:-2])
-        return (lead, (*lead, 2)) if len(shape) > 1 and shape[-2] % 2 == 0 else (lead,)
+        rows. Nothing for a format without."""
+        return (tuple(shape[:-2]), *_of_halves(shape)) if self.has_global_scale else ()
 
     def bits_per_value(self, shape: Sequence[int], block_shape: Block | None = None) -> float:
         """Bits of codes, scales and one global scale per matrix, divided by the values."""
@@ -150,6 +156,11 @@ class Format:
         bits += self.scale.bits * math.prod(self.scale_shape(shape, block_shape))
         bits += FLOAT32.bits * math.prod(shape[:-2]) if self.has_global_scale else 0
         return bits / math.prod(shape)
+
+
+def _of_halves(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """(..., M, K) -> ((..., 2),) if M is even."""
+    return ((*shape[:-2], 2),) if len(shape) > 1 and shape[-2] % 2 == 0 else ()
 
 
 _fp8_tensor = Format(

@@ -64,11 +64,11 @@ def checked_data(data: Tensor, shape: tuple[int, ...], format: Format, op: str) 
 def checked_scale(
     scale: Tensor, shape: tuple[int, ...], format: Format, block_shape: Block, op: str
 ) -> Tensor:
-    """The scales, contiguous, of the format's scale type and ``format.scale_shape``."""
+    """The scales, contiguous, of the format's scale type and one of ``format.scale_shapes``."""
     expect_type(scale, Tensor, op, "scale")
     _expect_dtype(scale, _SCALES[format.scale.name], op, "scale", format)
-    wanted = format.scale_shape(shape, block_shape)
-    scale = _reshaped(scale, (wanted,), op, "scale", format, shape)
+    wanted = format.scale_shapes(shape, block_shape)
+    scale = _reshaped(scale, wanted, op, "scale", format, shape)
     if format.scale is E8M0:
         scale = scale.view(torch.uint8)
         _expect_all(scale != 0xFF, scale, op, "scale", "free of the e8m0 NaN, byte 255")

@@ -29,7 +29,8 @@ class QuantizedTensor(Tensor):
     Attributes:
         data: the codes, float8_e4m3fn (..., M, K), or uint8 (..., M, K/2) for 4-bit formats. This
             hides the attribute `data` of other tensors: there is no tensor underneath.
-        scale: fp32, float8_e4m3fn, or uint8 with e8m0 exponents; one per block.
+        scale: fp32, float8_e4m3fn, or uint8 with e8m0 exponents; one per block. fp8_tensor's may
+            be (..., 2): the halves of the rows have their own.
         global_scale: fp32, one per expert or (..., 2) for the halves of its rows; None where the
             format has none.
         format: its name; ``tmoe.formats.FORMATS[q.format]`` describes it.
@@ -93,7 +94,7 @@ class QuantizedTensor(Tensor):
         Args:
             data: codes. float8_e4m3fn (..., M, K), or for 4-bit formats uint8 or int8 (..., M, K/2)
                 with the even element in the low nibble.
-            scale: one per block, see ``FORMATS[format].scale_shape``; further dimensions of size 1
+            scale: one per block, see ``FORMATS[format].scale_shapes``; further dimensions of size 1
                 at the end are dropped. fp8_*: float32, bfloat16, or float8_e8m0fnu, kept as
                 float32; mx*: uint8 or float8_e8m0fnu; nvfp4: float8_e4m3fn.
             format: a name, or a `Format`; nothing is guessed from the number of elements.

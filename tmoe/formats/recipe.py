@@ -95,16 +95,16 @@ def check_input(op: str, x: Tensor, format: Format, arg: str = "x") -> None:
 
 
 def given_scale(op: str, scale: Tensor | float | None, x: Tensor, recipe: Recipe) -> Tensor | None:
-    """A static scale as fp32 of the format's scale shape; a number, or a tensor with one, stands
-    for all blocks."""
+    """A static scale as fp32 of one of the format's scale shapes; a number, or a tensor with one,
+    stands for all blocks."""
     if scale is None:
         return None
     name = recipe.format.name
     wanted = f"None for {name}, which derives its scales from x"
     expect(recipe.format.scale is FLOAT32, op, "scale", wanted, "a scale")
     expect(recipe.scale_rule is None, op, "scale_rule", "None with a given scale", "a rule")
-    shape = recipe.format.scale_shape(x.shape, recipe.block_shape)
-    return _broadcast(op, "scale", scale, (shape,), x, least="at least 0")
+    shapes = recipe.format.scale_shapes(x.shape, recipe.block_shape)
+    return _broadcast(op, "scale", scale, shapes, x, least="at least 0")
 
 
 def given_global_scale(

@@ -32,8 +32,8 @@ def quantize(
         format: fp8_tensor, fp8_token, fp8_channel, fp8_block, mxfp8, mxfp4, nvfp4, or a `Format`;
             ``tmoe.formats.FORMATS`` says what each one is.
         scale: fp8_* only: a static scale instead of one that is computed, of the format's scale
-            shape (fp8_tensor: one per expert), or one number for all blocks. What lies beyond
-            448 · scale saturates.
+            shape (fp8_tensor: one per expert, or (..., 2) for the two halves of its rows), or one
+            number for all blocks. What lies beyond 448 · scale saturates.
         global_scale: nvfp4 only: a static multiplier (value = code · scale · global_scale), one
             per expert, (..., 2) for the two halves of an expert's rows, or one number.
         block_shape: fp8_block only: (1, 128), the default, for activations; (128, 128) for weights.
