@@ -9,6 +9,7 @@ import tmoe
 from tests.checking import assert_matches
 from tests.layouts import STRIDED
 from tests.reference import grouped_gemm_ref
+from tmoe.formats import SCHEMES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
@@ -57,3 +58,78 @@ def test_grouped_gemm_of_any_strides(how, backend, device):
     offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
     want = tmoe.grouped_gemm(a, b, offsets)
     torch.testing.assert_close(tmoe.grouped_gemm(STRIDED[how](a), STRIDED[how](b), offsets), want)
+
+
+def quantized(x, recipe, **given):
+    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
+    return tmoe.quantize(x, recipe.format.name, **options, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_weights(scheme, dtype, backend, device):
+    """Rows past the end may hold anything and share no scale; any strides of a."""
+    scheme, sizes, tail = SCHEMES[scheme], (3, 0, 9), 4
+    S = sum(sizes)
+    a = torch.randn(S + tail, 320, device=device).to(dtype)[:, ::2]
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    bias = torch.randn(3, 40, device=device).to(dtype)
+    for recipe in scheme.weights:
+        b = quantized(torch.randn(3, 40, 160, device=device), recipe)
+        a[S:] = 0
+        rows = a.float() if scheme.inputs is None else quantized(a, scheme.inputs).dequantize()
+        truth = grouped_gemm_ref(rows, b.dequantize(), offsets, bias=bias)
+        naive = grouped_gemm_ref(
+            a.bfloat16(), b.dequantize(torch.bfloat16), offsets, bias=bias, dtype=torch.bfloat16
+        )
+        a[S:] = NAN
+        got = tmoe.grouped_gemm(a, b, offsets, bias=bias, scheme=scheme.name)
+        assert got.dtype == dtype and (got[S:] == 0).all()
+        assert_matches(got, truth, naive)
+        out = torch.full_like(got, NAN)
+        tmoe.grouped_gemm(a, b, offsets, bias=bias, scheme=scheme.name, out=out)
+        assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_a_static_scale_for_each_expert(scheme, backend, device):
+    inputs, (recipe,) = SCHEMES[scheme].inputs, SCHEMES[scheme].weights
+    a, b = torch.randn(9, 64, device=device), torch.randn(3, 16, 64, device=device)
+    b, offsets = quantized(b, recipe), torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
+    scale = torch.tensor([0.03, 7.0, 0.005], device=device)
+    got = tmoe.grouped_gemm(a, b, offsets, scheme=scheme, a_scale=scale)
+    name = "global_scale" if scheme == "nvfp4" else "scale"
+    for e, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
+        values = quantized(a[rows], inputs, **{name: scale[e]}).dequantize()
+        want = values.double() @ b[e].dequantize().double().T
+        torch.testing.assert_close(got[rows].double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_quantised_weight_needs():
+    a, offsets = torch.randn(4, 64), torch.tensor([0, 4], dtype=torch.int32)
+    b = tmoe.quantize(torch.randn(1, 16, 64), "fp8_channel")
+
+    def refused(match, a=a, b=b, error=ValueError, **given):
+        with pytest.raises(error, match=match):
+            tmoe.grouped_gemm(a, b, offsets, **given)
+
+    refused("scheme must be named .* one of fp8_channel, fp8_a16, got None")
+    refused("b must be mxfp4 .* for mxfp4_a16, got fp8_channel", scheme="mxfp4_a16")
+    refused("a_scale must be None for fp8_channel", scheme="fp8_channel", a_scale=torch.ones(1))
+    refused("a_scale must be None where b isn't", b=b.dequantize(), a_scale=torch.ones(1))
+    refused("fp8_channel takes weights from tmoe.quantize", b=b.dequantize(), scheme="fp8_channel")
+    refused("a must have dtype", a=a.double(), scheme="fp8_channel", error=TypeError)
+    refused("a must be of shape", a=a[:, :32], scheme="fp8_channel")
+    needs_grad = a.clone().requires_grad_()
+    refused("no backward", a=needs_grad, scheme="fp8_channel", error=tmoe.NoBackendError)
+
+
+def test_quantised_weights_compile(backend):
+    a, offsets = torch.randn(4, 64), torch.tensor([0, 4], dtype=torch.int32)
+    b = tmoe.quantize(torch.randn(1, 16, 64), "nvfp4")
+
+    def multiply(a):
+        return tmoe.grouped_gemm(a, b, offsets, scheme="nvfp4")
+
+    compiled = torch.compile(multiply, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a), multiply(a))

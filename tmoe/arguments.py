@@ -97,18 +97,10 @@ def expect_scheme(op: str, scheme: Any) -> None:
 
 
 def expect_quantized(
-    op: str,
-    scheme: Any,
-    x: Any,
-    gate_up_proj: Any,
-    down_proj: Any,
-    input_scale: Any,
-    hidden_scale: Any,
+    op: str, scheme: Any, weights: dict[str, Any], **scales: Tensor | None
 ) -> None:
-    """Raise unless the two weights are quantised alike, as the scheme has them, and the scales are
-    such that it takes."""
-    expect_dtype(x, op, "x", FLOATS[:3])
-    weights = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    """Raise unless the weights are quantised alike, as the scheme has them, and the static scales
+    of their inputs are such that it takes."""
     fitting = ", ".join(name for name, known in QUANTIZED.items() if _fits(known, weights))
     wanted = f"named for quantised weights: one of {fitting or ', '.join(QUANTIZED)}"
     expect(scheme is not None, op, "scheme", wanted, scheme)
@@ -119,12 +111,13 @@ def expect_quantized(
         ok = chosen.accepts(weight.format, weight.block_shape)
         got = f"{weight.format} {weight.block_shape}"
         expect(ok, op, arg, f"{forms} for {scheme}", got)
-    same = (gate_up_proj.format, gate_up_proj.block_shape)
-    got = f"{down_proj.format} {down_proj.block_shape}"
-    wanted = f"{same[0]} {same[1]}, as gate_up_proj is"
-    expect((down_proj.format, down_proj.block_shape) == same, op, "down_proj", wanted, got)
-    E = gate_up_proj.shape[0]
-    for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
+    (name, first), *others = weights.items()
+    for arg, weight in others:
+        wanted = f"{first.format} {first.block_shape}, as {name} is"
+        got = f"{weight.format} {weight.block_shape}"
+        expect(got == f"{first.format} {first.block_shape}", op, arg, wanted, got)
+    E = first.shape[0]
+    for arg, scale in scales.items():
         if scale is not None:
             wanted = f"None for {scheme}, whose scales come from the inputs"
             expect(chosen.takes_scales, op, arg, wanted, "a scale")

@@ -70,8 +70,16 @@ class TorchBackend:
         expert_offsets: Tensor,
         bias: Tensor | None,
         out: Tensor | None = None,
+        scheme: str | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
-        y = _GroupedMatmul.apply(a, b, bias, expert_offsets).to(a.dtype)
+        if isinstance(b, QuantizedTensor):
+            inputs = SCHEMES[scheme].inputs if scheme else None
+            rows = _clear_tail(a.float(), expert_offsets)
+            rows = rounded(rows, inputs, scale, expert_offsets)
+            y = project(rows, b, bias, expert_offsets).to(a.dtype)
+        else:
+            y = _GroupedMatmul.apply(a, b, bias, expert_offsets).to(a.dtype)
         return y if out is None else out.copy_(y)
 
     def fused_experts(

@@ -27,7 +27,7 @@ from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
-from .triton_quantized import quantized_experts
+from .triton_quantized import quantized_experts, quantized_grouped_gemm
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ class TritonBackend:
             return (
                 f"multiplies fp32, fp16 and bf16, got {str(problem.dtype).removeprefix('torch.')}"
             )
-        if problem.scheme is not None and problem.op == "fused_experts":
+        if problem.scheme is not None and problem.op in ("grouped_gemm", "fused_experts"):
             if problem.dtype == torch.float16:
                 return f"fp16 has no room for {problem.scheme} weights times their scales"
             if not machine.interpreted:
@@ -117,7 +117,11 @@ class TritonBackend:
         expert_offsets: Tensor,
         bias: Tensor | None,
         out: Tensor | None = None,
+        scheme: str | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(b, QuantizedTensor) and scheme is not None:
+            return quantized_grouped_gemm(a, b, expert_offsets, bias, out, scheme, scale)
         S, (E, N, _) = a.shape[0], b.shape
         y = a.new_empty(S, N) if out is None else out
         tile = choose_tiles(

@@ -7,12 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.quantized_gemm import quantized_gemm
-from tmoe.kernels.sort import SortedTokens, sort_tokens
+from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import choose_quantized_tiles
 
 from ..dispatch.problem import ExpertsSpec, StaticScales
@@ -49,17 +50,18 @@ def quantized_experts(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
     )
     weights = topk_weights.contiguous()
-    rows = Rows(order)
+    rows = Rows(order.expert_offsets, S)
     row_weight: Tensor | None = weights
     gather, a_scale = True, None
     if inputs is None:
         a = x.contiguous()
     elif spec.weight_on_input:  # it scales what is quantised
-        a = x[rows.token].float() * weights.float().flatten()[rows.slot, None]
+        slot = torch.where(rows.is_here, order.row_to_slot, 0).long()
+        a = x[slot // K].float() * weights.float().flatten()[slot, None]
         a, a_scale = rows.quantize(a, inputs, scales.input, rows.here, x.dtype)
         row_weight, gather = None, False
     elif scales.input is not None and scales.input.numel() > 1:  # experts scale a token differently
-        index = torch.where(rows.is_here, rows.token, -1)
+        index = torch.where(rows.is_here, order.row_to_slot // K, -1)
         a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
         gather = False
     else:
@@ -86,16 +88,42 @@ def quantized_experts(
     return combine(y, order.slot_to_row, x.new_empty(T, H) if out is None else out)
 
 
+def quantized_grouped_gemm(
+    a: Tensor,
+    b: QuantizedTensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    scheme: str,
+    scale: Tensor | None,
+) -> Tensor:
+    """a (S, D) bf16 or fp32 -> (S, N); see `tmoe.dispatch.backend.Backend`."""
+    S, (E, N, _) = a.shape[0], b.shape
+    expert_offsets, inputs = expert_offsets.contiguous(), SCHEMES[scheme].inputs
+    tile = choose_quantized_tiles(
+        a.device, rows_per_expert=S / E, batch_invariant=current().batch_invariant
+    ).down
+    order = tile_rows(expert_offsets, S, block_m=tile.block_m)
+    y = a.new_empty(S, N) if out is None else out
+    a_scale = None
+    if inputs is not None:
+        rows = Rows(expert_offsets, S)
+        a, a_scale = rows.quantize(a, inputs, scale, rows.here, a.dtype)
+    quantized_gemm(
+        y, a, b.data, b.scale, order, tile,
+        a_scale=a_scale, w_global_scale=b.global_scale, **_layout(b), bias=bias,
+    )  # fmt: skip
+    return clear_tail(y, expert_offsets)
+
+
 class Rows:
     """The rows in expert order; those past the last expert's hold what nobody wrote."""
 
-    def __init__(self, order: SortedTokens) -> None:
-        self.expert_offsets = order.expert_offsets
-        number = torch.arange(order.row_to_slot.numel(), device=order.row_to_slot.device)
-        self.is_here = number < order.expert_offsets[-1]
+    def __init__(self, expert_offsets: Tensor, num_rows: int) -> None:
+        self.expert_offsets = expert_offsets
+        number = torch.arange(num_rows, device=expert_offsets.device)
+        self.is_here = number < expert_offsets[-1]
         self.here = torch.where(self.is_here, number, -1)
-        self.slot = torch.where(self.is_here, order.row_to_slot, 0).long()
-        self.token = self.slot // order.top_k
 
     def quantize(
         self, x: Tensor, recipe: Recipe, scale: Tensor | None, index: Tensor, dtype: torch.dtype

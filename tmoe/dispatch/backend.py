@@ -46,10 +46,13 @@ class Backend(Protocol):
         expert_offsets: Tensor,
         bias: Tensor | None,
         out: Tensor | None = None,
+        scheme: str | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """Rows (S, D) sorted by expert, b (E, N, D), bias (E, N) -> (S, N).
 
-        Rows past the last offset are 0.
+        Rows past the last offset are 0. A quantised b comes with its scheme and perhaps a static
+        scale of the rows.
         """
 
     def fused_experts(

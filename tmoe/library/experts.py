@@ -1,4 +1,4 @@
-"""torch.ops.tmoe.grouped_gemm and torch.ops.tmoe.fused_experts."""
+"""torch.ops.tmoe.grouped_gemm and torch.ops.tmoe.fused_experts, and both of quantised weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ def _gemm_facts(a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | Non
 
 
 def _gemm(backend: Backend, a: Tensor, b: Tensor, expert_offsets: Tensor, *rest: Any) -> Tensor:
+    _expect_offsets(expert_offsets, a.shape[0])
+    return backend.grouped_gemm(a, b, expert_offsets, *rest)
+
+
+def _expect_offsets(expert_offsets: Tensor, S: int) -> None:
+    """Raise on a CPU for offsets that aren't any. On a GPU that would mean waiting for it."""
     if expert_offsets.device.type == "cpu":
-        offsets, S = expert_offsets.tolist(), a.shape[0]
+        offsets = expert_offsets.tolist()
         ok = offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= S
         wanted = f"from 0, never decreasing, to at most S = {S}"
         expect(ok, "grouped_gemm", "expert_offsets", wanted, offsets)
-    return backend.grouped_gemm(a, b, expert_offsets, *rest)
 
 
 Operation(
@@ -85,6 +90,35 @@ Operation(
     compute=_experts,
     fake=lambda x, *rest: x.new_empty(x.shape),
     differentiable=(0, 1, 2, 3, 5, 6),
+).define()
+
+
+# quantized_grouped_gemm ---------------------------------------------------------------------------
+
+
+def _quantized_gemm_facts(a: Tensor, b: list[Tensor], *rest: Any) -> Facts:
+    _, bias, _, scheme, _, _ = rest
+    E, N, _ = b[0].shape
+    rows, D, has_bias = token_bucket(a.shape[0]), a.shape[1], bias is not None
+    return Facts("grouped_gemm", rows, D, N, E, 1, a.dtype, has_bias=has_bias, scheme=scheme)
+
+
+def _quantized_gemm(backend: Backend, a: Tensor, b: list[Tensor], *rest: Any) -> Tensor:
+    expert_offsets, bias, a_scale, scheme, format, block, out = rest
+    _expect_offsets(expert_offsets, a.shape[0])
+    weight = _weight(b, format, block, a)
+    return backend.grouped_gemm(a, weight, expert_offsets, bias, out, scheme, a_scale)
+
+
+Operation(
+    "quantized_grouped_gemm",
+    "Tensor a, Tensor[] b, Tensor expert_offsets, Tensor? bias, Tensor? a_scale, str scheme, "
+    "str weight_format, int weight_block",
+    "Tensor",
+    facts=_quantized_gemm_facts,
+    compute=_quantized_gemm,
+    fake=lambda a, b, *rest: a.new_empty(a.shape[0], b[0].shape[1]),
+    differentiable=(0, 3),  # as of quantized_experts
 ).define()
 
 

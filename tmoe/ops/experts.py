@@ -36,24 +36,28 @@ def grouped_gemm(
     expert_offsets: Tensor,
     *,
     bias: Tensor | None = None,
+    scheme: str | None = None,
+    a_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each expert's rows by its matrix: ``y[rows e] = a[rows e] @ b[e].T + bias[e]``.
 
     Args:
         a: (S, D), rows sorted by expert; float32, float16, bfloat16 or float64.
-        b: (E, N, D), a's dtype; any strides, a transposed storage as its ``.transpose(1, 2)``.
+        b: (E, N, D), a's dtype; any strides, a transposed storage as its ``.transpose(1, 2)``. Or
+            a `QuantizedTensor`.
         expert_offsets: (E+1,) int32, exclusive: expert e owns rows
             [expert_offsets[e], expert_offsets[e+1]). They start at 0, never decrease and end at S
             or before; on a CPU that is checked, on a GPU it would mean waiting for the device.
         bias: (E, N), a's dtype.
+        scheme, a_scale: as `fused_experts` takes `scheme` and `input_scale`.
         out: (S, N) contiguous, written instead of a new tensor; not while gradients are needed.
 
     Returns:
         (S, N) in a's dtype (autocast's, while that is on). Rows past the last offset are 0 and
         have gradient 0, whatever they hold.
 
-    Differentiable in a, b and bias, once.
+    Differentiable in a, b and bias, once, where b isn't quantised.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was wanted and what came.
@@ -61,7 +65,14 @@ def grouped_gemm(
     """
     op = "grouped_gemm"
     expect_dtype(a, op, "a", FLOATS)
-    expect_dtype(b, op, "b", FLOATS)
+    quantized = isinstance(b, QuantizedTensor)
+    if quantized:
+        expect_dtype(a, op, "a", FLOATS[:3])
+        expect_quantized(op, scheme, {"b": b}, a_scale=a_scale)
+    else:
+        expect_scheme(op, scheme)
+        expect_dtype(b, op, "b", FLOATS)
+        expect(a_scale is None, op, "a_scale", "None where b isn't quantised", "a scale")
     ok = b.ndim == 3 and min(b.shape) >= 1
     expect(ok, op, "b", "of shape (E, N, D), each at least 1", tuple(b.shape))
     E, N, D = b.shape
@@ -73,14 +84,23 @@ def grouped_gemm(
     expect(ok, op, "expert_offsets", wanted, tuple(expert_offsets.shape))
     expect_optional(bias, op, "bias", (E, N))
 
-    a, b, bias = autocast(a, b, bias)
-    expect_alike(op, {"a": a}, b=b, bias=bias)
-    expect_same_device(op, {"a": a}, expert_offsets=expert_offsets)
-    arguments = (a, b, expert_offsets, bias)
+    a, bias, *plain = autocast(a, bias, *(() if quantized else (b,)))
+    expect_alike(op, {"a": a}, bias=bias, **dict(zip(["b"], plain, strict=False)))
+    expect_same_device(op, {"a": a}, b=b, expert_offsets=expert_offsets, a_scale=a_scale)
+    arguments: tuple[Any, ...]
+    if isinstance(b, QuantizedTensor):
+        plain, words = b.parts(), Recipe.held_by(b).words
+        arguments = (a, plain, expert_offsets, bias, a_scale, scheme, *words[:2])
+        run = torch.ops.tmoe.quantized_grouped_gemm
+        run_out = torch.ops.tmoe.quantized_grouped_gemm_out
+    else:
+        arguments = (a, *plain, expert_offsets, bias)
+        run, run_out = torch.ops.tmoe.grouped_gemm, torch.ops.tmoe.grouped_gemm_out
     if out is None:
-        return torch.ops.tmoe.grouped_gemm.default(*arguments, needs_grad(a, b, bias))
-    expect_out(op, out, (a.shape[0], N), {"a": a}, b, expert_offsets, bias)
-    torch.ops.tmoe.grouped_gemm_out.default(out, *arguments)
+        y: Tensor = run.default(*arguments, needs_grad(a, bias, *plain))
+        return y
+    expect_out(op, out, (a.shape[0], N), {"a": a}, *plain, expert_offsets, bias)
+    run_out.default(out, *arguments)
     return out
 
 
@@ -145,7 +165,9 @@ def fused_experts(
     op = "fused_experts"
     activation = Activation.of(activation)
     if isinstance(gate_up_proj, QuantizedTensor) or isinstance(down_proj, QuantizedTensor):
-        expect_quantized(op, scheme, x, gate_up_proj, down_proj, input_scale, hidden_scale)
+        expect_dtype(x, op, "x", FLOATS[:3])
+        both = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        expect_quantized(op, scheme, both, input_scale=input_scale, hidden_scale=hidden_scale)
     else:
         expect_scheme(op, scheme)
         for arg, value in (("x", x), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
