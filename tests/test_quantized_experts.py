@@ -143,6 +143,12 @@ def test_static_scales(scheme, backend):
         input_scale=scales[0].expand(E), hidden_scale=scales[1].expand(E),
     )  # fmt: skip
     assert torch.equal(alike, y)
+    of_one = x, gate_up[:1], down[:1], weights[:, :1], torch.zeros(T, 1, dtype=torch.int64)
+    number, list_of_one = (
+        tmoe.fused_experts(*of_one, scheme=scheme, input_scale=i, hidden_scale=h)
+        for i, h in (scales, [scale.view(1) for scale in scales])
+    )
+    assert torch.equal(list_of_one, number)
     one = torch.tensor([0.02, 0.1, 0.5, 0.02, 0.01])
     y = tmoe.fused_experts(
         x, gate_up, down, weights, ids, scheme=scheme, input_scale=one, hidden_scale=one

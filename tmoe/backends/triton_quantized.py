@@ -134,7 +134,9 @@ class Rows:
         A static scale is one number or, if the rows are in expert order, (E,).
         """
         index, format = index.int(), recipe.format
-        of_rows = None if scale is None or scale.numel() == 1 else self._of_rows(scale)
+        if scale is not None and scale.numel() == 1:
+            scale = scale.reshape(())
+        of_rows = None if scale is None or scale.ndim == 0 else self._of_rows(scale)
         if format.has_global_scale:
             offsets = None if of_rows is None else self.expert_offsets
             data, scales, g = quantize_nvfp4(
