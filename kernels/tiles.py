@@ -130,17 +130,12 @@ def choose_tiles(
     return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
 
 
-def quantized_tile_table(device: torch.device) -> tuple[LayerTiles, ...]:
-    """The table for this GPU and quantised weights."""
-    name = architecture(device)
-    if name == "interpreter":
-        return QUANTIZED_INTERPRETER
-    return QUANTIZED if name in DESCRIBED else QUANTIZED_PORTABLE
-
-
 def choose_quantized_tiles(
     device: torch.device, *, rows_per_expert: float, batch_invariant: bool = False
 ) -> LayerTiles:
     """The tiles for experts with quantised weights that get so many rows on average."""
     rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
-    return next(t for t in quantized_tile_table(device) if rows <= t.max_rows)
+    name = architecture(device)
+    table = QUANTIZED if name in DESCRIBED else QUANTIZED_PORTABLE
+    table = QUANTIZED_INTERPRETER if name == "interpreter" else table
+    return next(t for t in table if rows <= t.max_rows)

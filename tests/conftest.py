@@ -26,6 +26,22 @@ def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    import tmoe  # after the environment above
+
+    with tmoe.options(backend=request.param):
+        yield request.param
+
+
+@pytest.fixture
+def quantized_backend(backend):
+    """Of quantised expert weights."""
+    if HAS_GPU and backend == "triton":
+        pytest.skip("Triton refuses quantised weights on a GPU until its kernels have run there")
+    return backend
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -18,12 +18,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    with tmoe.options(backend=request.param):
-        yield request.param
-
-
 @dataclass(frozen=True)
 class Case:
     why: str

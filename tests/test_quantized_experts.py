@@ -15,6 +15,12 @@ from tmoe.formats import SCHEMES
 E, T, K, H, I = 5, 9, 2, 160, 96  # neither H nor I a multiple of 128
 
 
+@pytest.fixture(autouse=True)
+def on_device(device):
+    with device:
+        yield
+
+
 def make_weights(recipe, *, gated=True):
     shapes = (E, 2 * I if gated else I, H), (E, H, I)
     options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
@@ -61,23 +67,16 @@ def in_bf16(x, gate_up, down, weights, ids, **options):
     return fused_experts_ref(x.bfloat16(), *layer, weights, ids, dtype=torch.bfloat16, **options)
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request):
-    """Both, on a CPU: there Triton's kernels are interpreted."""
-    with tmoe.options(backend=request.param):
-        yield request.param
-
-
 CASES = [(name, recipe) for name, scheme in SCHEMES.items() for recipe in scheme.weights]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scheme, recipe", CASES, ids=lambda v: getattr(v, "words", v))
-def test_every_scheme(scheme, recipe, dtype, backend):
+def test_every_scheme(scheme, recipe, dtype, quantized_backend):
     """QN11: every scale reaches the product; no result is a thousand times too large or zero."""
     gate_up, down = make_weights(recipe)
     x, weights, ids = make_inputs(dtype)
-    if backend == "triton" and dtype == torch.float16:
+    if quantized_backend == "triton" and dtype == torch.float16:
         with pytest.raises(tmoe.NoBackendError, match="fp16 has no room"):
             tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
         return
@@ -89,7 +88,7 @@ def test_every_scheme(scheme, recipe, dtype, backend):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weight_on_input(scheme, backend):
+def test_weight_on_input(scheme, quantized_backend):
     """SC09: the weight scales what is quantised, and is applied once."""
     gate_up, down = make_weights(SCHEMES[scheme].weights[0])
     x, weights, ids = make_inputs()
@@ -100,7 +99,7 @@ def test_weight_on_input(scheme, backend):
     assert_matches(y, want, naive)
 
 
-def test_inputs_are_quantised_only_where_the_scheme_says_so(backend):
+def test_inputs_are_quantised_only_where_the_scheme_says_so(quantized_backend):
     """QN22: what was asked for is what runs."""
     gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
     x, weights, ids = make_inputs()
@@ -112,7 +111,7 @@ def test_inputs_are_quantised_only_where_the_scheme_says_so(backend):
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_a16", "nvfp4", "nvfp4_a16"])
-def test_gate_and_up_that_were_quantised_apart(scheme, backend):
+def test_gate_and_up_that_were_quantised_apart(scheme, quantized_backend):
     """Each keeps its own scale (fp8_tensor) or global scale (nvfp4); nothing is rounded again."""
     recipe = SCHEMES[scheme].weights[0]
     halves = 0.001 * (1 + torch.rand(E, 2)) * torch.tensor([1.0, 7.0])
@@ -127,7 +126,7 @@ def test_gate_and_up_that_were_quantised_apart(scheme, backend):
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
-def test_static_scales(scheme, backend):
+def test_static_scales(scheme, quantized_backend):
     """One number for all experts, or (QN21) each expert its own."""
     gate_up, down = make_weights(SCHEMES[scheme].weights[0])
     x, weights, ids = make_inputs()
@@ -164,7 +163,7 @@ def test_static_scales(scheme, backend):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_windows_of_experts_add_up(scheme, backend):
+def test_windows_of_experts_add_up(scheme, quantized_backend):
     """Rows of experts that aren't here contribute nothing, and may hold anything."""
     gate_up, down = make_weights(SCHEMES[scheme].weights[0])
     x, weights, ids = make_inputs()
@@ -185,7 +184,7 @@ def test_windows_of_experts_add_up(scheme, backend):
     assert torch.equal(y[3], torch.zeros(H)) and y.isfinite().all()
 
 
-def test_biases_activations_and_out(backend):
+def test_biases_activations_and_out(quantized_backend):
     gate_up, down = make_weights(SCHEMES["mxfp4_a16"].weights[0])
     x, weights, ids = make_inputs()
     biases = dict(gate_up_bias=torch.randn(E, 2 * I), down_bias=torch.randn(E, H))
@@ -199,7 +198,7 @@ def test_biases_activations_and_out(backend):
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
 
 
-def test_no_tokens(backend):
+def test_no_tokens(quantized_backend):
     gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
     ids = torch.zeros(0, K, dtype=torch.int64)
     y = tmoe.fused_experts(
@@ -208,7 +207,7 @@ def test_no_tokens(backend):
     assert y.shape == (0, H)
 
 
-def test_compiles(backend):
+def test_compiles(quantized_backend):
     gate_up, down = make_weights(SCHEMES["fp8_block"].weights[0])
     x, weights, ids = make_inputs()
 

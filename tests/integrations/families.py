@@ -1,92 +1,17 @@
-"""Every unquantised MoE family of transformers as a tiny random model: a table to build from."""
+"""Every unquantised MoE family of transformers: a table to build tiny random models from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
-import pytest
-import torch
-import transformers
-from packaging.version import Version
-from torch import Tensor, nn
+from tests.integrations.family import Family
 
-TRANSFORMERS = Version(transformers.__version__)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-# What a config is given where it has the field: hidden 64, 2 layers, 8 experts, 4 per token.
-COMMON = dict(
-    vocab_size=128, hidden_size=64, num_hidden_layers=2, num_layers=2, max_position_embeddings=256,
-    intermediate_size=48, moe_intermediate_size=48, expert_ffn_hidden_size=48, ffn_hidden_size=48,
-    shared_expert_intermediate_size=32, moe_shared_expert_intermediate_size=32,
-    shared_intermediate_size=32,
-    num_experts=8, num_local_experts=8, n_routed_experts=8, moe_num_experts=8,
-    num_experts_per_tok=4, top_k_experts=4, moe_k=4, moe_topk=4, num_experts_per_token=4,
-    first_k_dense_replace=1, n_group=2, topk_group=1,
-    num_attention_heads=4, num_key_value_heads=4, head_dim=16, attention_dropout=0.0,
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-    index_head_dim=16, index_n_heads=2, index_topk=64,
-    linear_num_key_heads=2, linear_num_value_heads=2,
-    linear_key_head_dim=16, linear_value_head_dim=16,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 HYBRID = ["linear_attention", "full_attention"]
 SPARSE_LAST = ["dense", "sparse"]
 
 
 def mrope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model type: `cls` in `module`, a folder of transformers.models, and config overrides.
-
-    `layers` MoE modules are replaced; a forward on text calls `ops` tmoe operations, one per module
-    where the experts are fused, more where they are not. `since` is the first of the two supported
-    ends of the version range (5.17, 5.24) that has it.
-    """
-
-    name: str
-    cls: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    layers: int = 2
-    ops: int | None = None
-    module: str | None = None
-    config: str | None = None
-    since: str = "5.17"
-    on_interface: bool = True
-
-    def __str__(self) -> str:
-        return self.name
-
-    def need(self) -> None:
-        """Skip the test where this transformers lacks the family."""
-        if Version(self.since) > TRANSFORMERS:
-            pytest.skip(f"{self.name} came with transformers {self.since}")
-
-    @property
-    def expected_ops(self) -> int:
-        return self.layers if self.ops is None else self.ops
-
-    def build(self) -> nn.Module:
-        """The model in eval mode, fp32, matrices with a standard deviation of 1/sqrt(last size)."""
-        self.need()
-        module = self.module or self.name
-        cls = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), self.cls)
-        config_class = cls.config_class
-        if self.config is not None:
-            config_class = getattr(transformers, self.config)
-        known = getattr(config_class, "__dataclass_fields__", {})
-        config = config_class(**{k: v for k, v in COMMON.items() if k in known} | self.overrides)
-        model = cls(config).eval()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        return model.to(DEVICE)
 
 
 FAMILIES = [
@@ -359,10 +284,3 @@ FAMILIES = [
     Family("zaya", "ZayaForCausalLM", dict(num_experts_per_tok=1)),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}
-IDS = torch.randint(3, 120, (2, 19), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-
-
-def outputs(model: nn.Module, **inputs: Any) -> Tensor:
-    """Logits, or the last hidden states of a model without a head."""
-    result = model(input_ids=IDS, **inputs)
-    return result.logits if "logits" in result else result.last_hidden_state

@@ -16,7 +16,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 import tmoe
 from tests.checking import assert_matches
 from tests.integrations.counting import CountOps
-from tests.integrations.families import BY_NAME, DEVICE, FAMILIES, IDS, outputs
+from tests.integrations.families import BY_NAME, FAMILIES
+from tests.integrations.family import DEVICE, IDS, outputs
 from tmoe.integrations.transformers.activations import activation_of
 from tmoe.integrations.transformers.experts import experts_forward
 from tmoe.integrations.transformers.switch import _dispatches

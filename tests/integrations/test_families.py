@@ -11,7 +11,8 @@ from torch import Tensor
 import tmoe
 from tests.checking import assert_matches
 from tests.integrations.counting import CountOps
-from tests.integrations.families import FAMILIES, Family, outputs
+from tests.integrations.families import FAMILIES
+from tests.integrations.family import Family, outputs
 
 
 @dataclass(frozen=True)

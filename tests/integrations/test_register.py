@@ -13,7 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 import tmoe
 from tests.integrations.counting import CountOps
-from tests.integrations.families import BY_NAME, DEVICE, IDS, outputs
+from tests.integrations.families import BY_NAME
+from tests.integrations.family import DEVICE, IDS, outputs
 from tmoe.integrations.transformers import register
 
 

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 import tmoe
 from tests.integrations.counting import CountOps
-from tests.integrations.families import BY_NAME, outputs
+from tests.integrations.families import BY_NAME
+from tests.integrations.family import outputs
 from tmoe.integrations.transformers.families import LEFT_ALONE
 
 SWAPPED = ["llama4_text", "dbrx", "jetmoe", "longcat_flash", "step3p7_text"]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import tmoe
 from tests.checking import assert_matches
-from tests.integrations.families import BY_NAME, IDS, TRANSFORMERS, outputs
+from tests.integrations.families import BY_NAME
+from tests.integrations.family import IDS, TRANSFORMERS, outputs
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

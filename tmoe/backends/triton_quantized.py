@@ -51,15 +51,14 @@ def quantized_experts(
     )
     weights = topk_weights.contiguous()
     rows = Rows(order.expert_offsets, S)
-    row_weight: Tensor | None = weights
     gather, a_scale = True, None
     if inputs is None:
-        a = x.contiguous()
+        a = x
     elif spec.weight_on_input:  # it scales what is quantised
         slot = torch.where(rows.is_here, order.row_to_slot, 0).long()
         a = x[slot // K].float() * weights.float().flatten()[slot, None]
         a, a_scale = rows.quantize(a, inputs, scales.input, rows.here, x.dtype)
-        row_weight, gather = None, False
+        gather = False
     elif scales.input is not None and scales.input.numel() > 1:  # experts scale a token differently
         index = torch.where(rows.is_here, order.row_to_slot // K, -1)
         a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
@@ -73,7 +72,8 @@ def quantized_experts(
         a, gate_up_proj.data, gate_up_proj.scale, order, tiles.gate_up,
         a_scale=a_scale, w_global_scale=gate_up_proj.global_scale, **_layout(gate_up_proj),
         bias=gate_up_bias, gather=gather,
-        row_weight=row_weight if spec.weight_on_input else None, weight_on_input=True,
+        row_weight=weights if spec.weight_on_input and inputs is None else None,
+        weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
@@ -121,9 +121,11 @@ class Rows:
 
     def __init__(self, expert_offsets: Tensor, num_rows: int) -> None:
         self.expert_offsets = expert_offsets
-        number = torch.arange(num_rows, device=expert_offsets.device)
-        self.is_here = number < expert_offsets[-1]
-        self.here = torch.where(self.is_here, number, -1)
+        self.number = torch.arange(
+            num_rows, device=expert_offsets.device, dtype=expert_offsets.dtype
+        )
+        self.is_here = self.number < expert_offsets[-1]
+        self.here = torch.where(self.is_here, self.number, -1)
 
     def quantize(
         self, x: Tensor, recipe: Recipe, scale: Tensor | None, index: Tensor, dtype: torch.dtype
@@ -151,14 +153,12 @@ class Rows:
             return dequantize_mx(data, scales, element=format.element.name, dtype=dtype), None
         if of_rows is not None:
             return quantize_fp8(x, block="row", scale=of_rows, row_index=index)
-        return quantize_fp8(x, block=block_of(recipe), scale=scale, row_index=index)
+        return quantize_fp8(x, block=block_of(recipe.block_shape), scale=scale, row_index=index)
 
     def _of_rows(self, of_experts: Tensor) -> Tensor:
         """(E,) -> (S,): each row has its expert's."""
-        bounds = self.expert_offsets[1:]
-        number = torch.arange(len(self.is_here), device=bounds.device, dtype=bounds.dtype)
-        expert = torch.searchsorted(bounds, number, right=True).clamp(max=len(of_experts) - 1)
-        return of_experts.float()[expert]
+        expert = torch.searchsorted(self.expert_offsets[1:], self.number, right=True)
+        return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
 
 
 def _layout(weight: QuantizedTensor) -> dict[str, int | bool]:

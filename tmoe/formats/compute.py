@@ -39,7 +39,7 @@ def quantize_parts(
         power_of_two = recipe.scale_rule == "ceil"
         rows = _by_halves(rows, scale, recipe.block_shape)
         data, scale = kernels.quantize_fp8(
-            rows, block=block_of(recipe), scale=scale, power_of_two=power_of_two
+            rows, block=block_of(recipe.block_shape), scale=scale, power_of_two=power_of_two
         )
     else:
         data, scale = kernels.quantize_mx(
@@ -66,17 +66,18 @@ def dequantize_parts(
     if format.has_global_scale:
         values = kernels.dequantize_nvfp4(rows, scale, global_scale, dtype=dtype)
     elif format.scale is FLOAT32:
-        block = _BLOCKS.get(block_shape) or block_shape
         halves = _by_halves(rows, scale, block_shape)
-        values = kernels.dequantize_fp8(halves, scale, block=block, dtype=dtype).view(rows.shape)
+        values = kernels.dequantize_fp8(
+            halves, scale, block=block_of(block_shape), dtype=dtype
+        ).view(rows.shape)
     else:
         values = kernels.dequantize_mx(rows, scale, element=format.element.name, dtype=dtype)
     return values if data.ndim > 1 else values[0]
 
 
-def block_of(recipe: Recipe) -> str | Block:
+def block_of(block_shape: Block) -> str | Block:
     """The block shape in the FP8 kernels' words."""
-    return _BLOCKS.get(recipe.block_shape) or recipe.block_shape
+    return _BLOCKS.get(block_shape) or block_shape
 
 
 def _by_halves(rows: Tensor, scale: Tensor | None, block_shape: Block) -> Tensor:
