@@ -10,8 +10,6 @@ from __future__ import annotations
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmoe.kernels.tiles import Tile
-
 
 def can_describe(x: Tensor) -> bool:
     """Whether one of the last two strides is 1, and all else starts on 16 bytes."""
@@ -30,16 +28,17 @@ def describe_rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None
 
 
 def describe_weights(
-    w: Tensor, tile: Tile, *, gated: bool, interleaved: bool
+    w: Tensor, rows: int, columns: int, *, halves: bool
 ) -> TensorDescriptor | None:
-    """Descriptor of `w` (E, N, D) whose tiles are the weight rows of one output tile, or None.
+    """Descriptor of `w` (E, N, D) whose tiles are `rows` weight rows of an expert × `columns`, or
+    None. Its dimensions are those of the memory, (E, N, D) or (E, D, N).
 
-    Its dimensions are those of the memory, (E, N, D) or (E, D, N). Concatenated gate and up halves
-    make two dimensions of N, (2, N/2), so that one tile takes the same columns of both.
+    `halves`: half of the rows are gate rows, the other half their up rows, N / 2 further down. Then
+    there are two dimensions of N, (2, N / 2).
     """
-    block = [1, tile.block_n * (2 if gated else 1), tile.block_d]
-    if gated and not interleaved:
-        w, block = w.unflatten(1, (2, -1)), [1, 2, tile.block_n, tile.block_d]
+    block = [1, rows, columns]
+    if halves:
+        w, block = w.unflatten(1, (2, -1)), [1, 2, rows // 2, columns]
     if not can_describe(w):
         return None
     if w.stride(-1) != 1:

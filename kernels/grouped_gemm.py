@@ -10,6 +10,9 @@ projections of a layer:
               activates the result before it stores: the (S, 2I) product never reaches memory.
     down      the routing weight is applied in fp32 before the row's one rounding.
 
+Weights, and rows too, may be codes with scales: e4m3 times e4m3 is multiplied as it is; other codes
+become numbers of a's type after they are loaded (`weight_codes.py`).
+
 Sums run in fp32 along D in steps of BLOCK_D, so a row's bits depend on the tile, not on the rows
 beside it. S rows, E experts, N output columns, D depth (contracted).
 """
@@ -18,93 +21,35 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.activation import activate, activate_gated
 from tmoe.kernels.activation_ref import activate_ref
-from tmoe.kernels.casts import narrow, widen
+from tmoe.kernels.casts import widen
 from tmoe.kernels.descriptors import describe_rows, describe_weights
+from tmoe.kernels.gemm_tile import finish_tile, load_tile, tile_position, weight_rows
 from tmoe.kernels.launch import (
     cdiv,
     fp32_precision,
+    multiplies_fp8,
     num_multiprocessors,
     pdl_options,
     supports_tma,
 )
 from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
-
-
-@triton.jit
-def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile): GROUP_M row tiles go through the columns together, so that weights
-    are still in L2 for the next row tile."""
-    per_group = GROUP_M * tiles_n
-    first_m = (index // per_group) * GROUP_M
-    height = tl.minimum(tiles_m - first_m, GROUP_M)
-    within = index % per_group
-    return first_m + within % height, within // height
-
-
-@triton.jit
-def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
-    ptrs = bias_ptr + expert.to(tl.int64) * bias_strides[0] + columns * bias_strides[1]
-    return widen(tl.load(ptrs, mask=columns < num_columns, other=0.0)).to(tl.float32)[None, :]
-
-
-@triton.jit
-def load_tile(tiles_ptr, tile_m):
-    """(expert, first row, end row)"""
-    ptr = tiles_ptr + 3 * tile_m
-    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
-
-
-@triton.jit
-def finish_tile(
-    problem, acc, expert, rows, in_expert, slots, tile_n,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROW_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation."""
-    out_ptr, _w, bias_ptr, row_weight_ptr, _row_to_slot_ptr, N, _D, _top_k, alpha, limit = problem[
-        0
-    ]
-    stride_out, _a_strides, _w_strides, bias_strides = problem[1]
-    if ROW_WEIGHT != "none":
-        row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
-        row_weight = widen(row_weight).to(tl.float32)[:, None]
-    if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
-        acc *= row_weight
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
-        if INTERLEAVED:
-            gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
-        else:
-            gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
-        if bias_ptr is not None:
-            gate_column = 2 * offs_n if INTERLEAVED else offs_n
-            up_column = gate_column + (1 if INTERLEAVED else N)
-            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
-            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
-        y = activate_gated(gate, up, alpha, limit, ACTIVATION)
-    else:
-        if bias_ptr is not None:
-            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
-        y = activate(acc, ACTIVATION)
-    if ROW_WEIGHT == "output":
-        y *= row_weight
-    y = narrow(y, out_ptr.dtype.element_ty)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
-    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
+from tmoe.kernels.weight_codes import PLAIN, Scales, decode_scale, numbers, scale_ptrs
 
 
 @triton.jit
 def _compute_tile(
-    problem, a, tile, tile_n,
+    problem, scales, a, tile, tile_n,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr, PACKED: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, SCALE_N: tl.constexpr, SCALE_D: tl.constexpr,
+    A_SCALE_D: tl.constexpr, HALF_SHARES: tl.constexpr,
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -113,30 +58,38 @@ def _compute_tile(
     expert, first_row, end_row = tile
     out_ptr, w, bias_ptr, row_weight_ptr, row_to_slot_ptr, N, D, top_k, alpha, limit = problem[0]
     stride_out, a_strides, w_strides, bias_strides = problem[1]
+    a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides = (
+        scales
+    )
     COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)  # weight rows that the tile multiplies by
+    PER_BYTE: tl.constexpr = 2 if PACKED else 1
+    BLOCK_W: tl.constexpr = BLOCK_D // PER_BYTE
+    FINE: tl.constexpr = 0 < SCALE_D and SCALE_D < 128
+    BLOCKWISE: tl.constexpr = SCALE_D == 128 or A_SCALE_D == 128
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
-    offs_d = tl.arange(0, BLOCK_D)
     slots = rows
     if GATHER or ROW_WEIGHT != "none":
         slots = tl.load(row_to_slot_ptr + rows, mask=in_expert, other=0)
 
-    # Rows past the expert's end and columns past N are computed from a valid row, never stored.
+    # Rows past the expert's end and columns past N are computed from valid ones, never stored.
+    a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
+    column = tl.arange(0, COLUMNS)
+    w_rows = weight_rows(tile_n, column, N, GATED, INTERLEAVED, BLOCK_N)
+    offs_d, offs_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     if not A_IS_DESC:
-        a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
         a_ptrs = a + a_rows.to(tl.int64)[:, None] * a_strides[0] + offs_d[None, :] * a_strides[1]
     if not W_IS_DESC:
-        column = tl.arange(0, COLUMNS)
-        if GATED and not INTERLEAVED:
-            n = tile_n * BLOCK_N + column % BLOCK_N
-            w_rows = tl.where(n < N, n, 0) + (column // BLOCK_N) * N
-        else:
-            n = tile_n * COLUMNS + column
-            w_rows = tl.where(n < N * (COLUMNS // BLOCK_N), n, 0)
-        w_ptrs = (
-            w + expert.to(tl.int64) * w_strides[0] + w_rows.to(tl.int64)[None, :] * w_strides[1]
-        )
-        w_ptrs += offs_d[:, None] * w_strides[2]
+        w_ptrs = w + expert.to(tl.int64) * w_strides[0] + offs_w[None, :] * w_strides[2]
+        w_ptrs += w_rows.to(tl.int64)[:, None] * w_strides[1]
+    if a_scale_ptr is not None:
+        a_scale_ptrs = a_scale_ptr + a_rows.to(tl.int64) * a_scale_strides[0]
+    if w_scale_ptr is not None:
+        w_scale_ptrs = scale_ptrs(w_scale_ptr, w_scale_strides, expert, w_rows, SCALE_N)
+        first = weight_rows(tile_n, 0, N, GATED, INTERLEAVED, BLOCK_N)
+        first_ptr = scale_ptrs(w_scale_ptr, w_scale_strides, expert, first, SCALE_N)
+        second = weight_rows(tile_n, COLUMNS // 2, N, GATED, INTERLEAVED, BLOCK_N)
+        second_ptr = scale_ptrs(w_scale_ptr, w_scale_strides, expert, second, SCALE_N)
 
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
@@ -148,19 +101,42 @@ def _compute_tile(
             a_tile = tl.load(a_ptrs, mask=offs_d[None, :] < D - d, other=0.0)
         if W_IS_DESC:
             if D_IS_LAST and GATED and not INTERLEAVED:
-                w_tile = w.load([expert, 0, tile_n * BLOCK_N, d]).reshape(COLUMNS, BLOCK_D).T
+                w_tile = w.load([expert, 0, tile_n * BLOCK_N, d // PER_BYTE])
+                w_tile = w_tile.reshape(COLUMNS, BLOCK_W)
             elif D_IS_LAST:
-                w_tile = w.load([expert, tile_n * COLUMNS, d]).reshape(COLUMNS, BLOCK_D).T
+                w_tile = w.load([expert, tile_n * COLUMNS, d // PER_BYTE])
+                w_tile = w_tile.reshape(COLUMNS, BLOCK_W)
             elif GATED and not INTERLEAVED:
-                w_tile = w.load([expert, d, 0, tile_n * BLOCK_N]).reshape(BLOCK_D, COLUMNS)
+                w_tile = w.load([expert, d, 0, tile_n * BLOCK_N]).reshape(BLOCK_D, COLUMNS).T
             else:
-                w_tile = w.load([expert, d, tile_n * COLUMNS]).reshape(BLOCK_D, COLUMNS)
+                w_tile = w.load([expert, d, tile_n * COLUMNS]).reshape(BLOCK_D, COLUMNS).T
         elif EVEN_D:
             w_tile = tl.load(w_ptrs)
         else:
-            w_tile = tl.load(w_ptrs, mask=offs_d[:, None] < D - d, other=0.0)
-        a_tile, w_tile = widen(a_tile), widen(w_tile)
-        if PRECISION == "ieee" and a_tile.dtype == tl.float32:
+            w_tile = tl.load(w_ptrs, mask=offs_w[None, :] < (D - d) // PER_BYTE, other=0.0)
+        if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
+            a_tile = numbers(a_tile, 0.0, False, 0, tl.bfloat16)
+        if w_tile.dtype == tl.uint8:
+            scale = 0.0
+            if FINE:
+                block = d // SCALE_D + tl.arange(0, BLOCK_D // SCALE_D)[None, :]
+                ptrs = w_scale_ptrs[:, None] + block * w_scale_strides[2]
+                stored = tl.load(ptrs, mask=block * SCALE_D < D, other=0)
+                scale = decode_scale(stored, SCALE_TYPE)
+            w_tile = numbers(w_tile, scale, PACKED, SCALE_D if FINE else 0, a_tile.dtype)
+        a_tile, w_tile = widen(a_tile), widen(w_tile).T
+        if BLOCKWISE:
+            block = d // 128
+            if HALF_SHARES:
+                factor = tl.load(first_ptr + block * w_scale_strides[2])
+                other = tl.load(second_ptr + block * w_scale_strides[2])
+                factor = tl.where(column < COLUMNS // 2, factor, other)[None, :]
+            else:
+                factor = tl.load(w_scale_ptrs + block * w_scale_strides[2])[None, :]
+            if a_scale_ptr is not None:
+                factor *= tl.load(a_scale_ptrs + block * a_scale_strides[1])[:, None]
+            acc = tl.fma(tl.dot(a_tile, w_tile, input_precision=PRECISION), factor, acc)
+        elif PRECISION == "ieee" and a_tile.dtype == tl.float32:
             # One chain of D additions would lose digits, so every step is summed by itself. An fma,
             # since the compiler would merge a plain addition into the dot.
             acc = tl.fma(tl.dot(a_tile, w_tile, input_precision=PRECISION), 1.0, acc)
@@ -169,8 +145,16 @@ def _compute_tile(
         if not A_IS_DESC:
             a_ptrs += BLOCK_D * a_strides[1]
         if not W_IS_DESC:
-            w_ptrs += BLOCK_D * w_strides[2]
+            w_ptrs += BLOCK_W * w_strides[2]
 
+    if w_scale_ptr is not None and SCALE_D == 0:
+        acc *= decode_scale(tl.load(w_scale_ptrs), SCALE_TYPE)[None, :]
+    if a_scale_ptr is not None and not BLOCKWISE:
+        acc *= tl.load(a_scale_ptrs)[:, None]
+    if w_global_ptr is not None:
+        half = w_rows // tl.cdiv(N * (COLUMNS // BLOCK_N), 2)
+        ptrs = w_global_ptr + expert * w_global_strides[0] + half * w_global_strides[1]
+        acc *= tl.load(ptrs)[None, :]
     finish_tile(
         problem, acc, expert, rows, in_expert, slots, tile_n,
         ACTIVATION, GATED, INTERLEAVED, ROW_WEIGHT, BLOCK_M, BLOCK_N,
@@ -182,15 +166,24 @@ def _grouped_gemm_kernel(
     out_ptr,  # (S, N)  written
     a,  # (T, D) if GATHER, else (S, D): pointer, or descriptor of (BLOCK_M, BLOCK_D) tiles
     a_half,  # the same with tiles of BLOCK_M // 2 rows
-    w,  # (E, N, D); GATED: (E, 2N, D): pointer, or descriptor of tiles
+    w,  # (E, N, D); GATED: (E, 2N, D); PACKED: D / 2 bytes: pointer, or descriptor of tiles
+    a_scale_ptr,  # (1,), (rows of a,) or (rows of a, cdiv(D, 128)) fp32; or None
+    w_scale_ptr,  # (E, …), one for SCALE_N rows and SCALE_D columns of w; or None
+    w_global_ptr,  # (E, halves) fp32, or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
-    max_tiles, N, D, top_k, stride_out, a_strides, w_strides, bias_strides, alpha, limit,
+    max_tiles, N, D, top_k, stride_out, a_strides, w_strides, a_scale_strides, w_scale_strides,
+    w_global_strides, bias_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
+    PACKED: tl.constexpr,  # two codes in a byte of w
+    SCALE_TYPE: tl.constexpr,  # of w: "fp32", "e4m3", "e8m0"
+    SCALE_N: tl.constexpr, SCALE_D: tl.constexpr,  # rows and columns that share a scale; 0: all
+    A_SCALE_D: tl.constexpr,
+    HALF_SHARES: tl.constexpr,  # each half of a tile's columns has one scale in a step
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -207,6 +200,9 @@ def _grouped_gemm_kernel(
         (out_ptr, w, bias_ptr, row_weight_ptr, row_to_slot_ptr, N, D, top_k, alpha, limit),
         (stride_out, a_strides, w_strides, bias_strides),
     )
+    scales = (
+        a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides
+    )  # fmt: skip
     num_tiles = tl.load(num_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
@@ -215,7 +211,9 @@ def _grouped_gemm_kernel(
             tile_m, tile_n = tile_position(index, num_tiles, tiles_n, GROUP_M)
             tile = load_tile(tiles_ptr, tile_m)
             _compute_tile(
-                problem, a, tile, tile_n, ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                problem, scales, a, tile, tile_n,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
@@ -225,13 +223,17 @@ def _grouped_gemm_kernel(
         tile = load_tile(tiles_ptr, tile_m)
         if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
             _compute_tile(
-                problem, a_half, tile, tile_n, ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                problem, scales, a_half, tile, tile_n,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M // 2, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         elif tile_m < num_tiles:
             _compute_tile(
-                problem, a, tile, tile_n, ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                problem, scales, a, tile, tile_n,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
+                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
@@ -246,6 +248,7 @@ def grouped_gemm(
     order: SortedTokens,
     tile: Tile,
     *,
+    scales: Scales = PLAIN,
     bias: Tensor | None = None,
     row_weight: Tensor | None = None,
     weight_on_input: bool = False,
@@ -263,27 +266,38 @@ def grouped_gemm(
     (E, 2N). row_weight: (T·K,) contiguous, multiplied into the result, or with `weight_on_input`
     into a. `out` has unit column stride; a, w and out share one dtype: fp32, fp16 or bf16. Rows
     from expert_offsets[E] on are not written.
+
+    With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
+    or, if w is, float8_e4m3fn, and `out` of any float dtype.
     """
-    N, D = out.shape[1], w.shape[2]
+    N, D = out.shape[1], a.shape[1]
     max_tiles = order.tiles.shape[0]
     programs = max_tiles * cdiv(N, tile.block_n)
     if programs == 0:
         return out
+    columns = tile.block_n * (2 if gated else 1)
     if tile.persistent:
         programs = min(programs, num_multiprocessors(out.device))
+    if scales.weight is not None and (a.dtype != w.dtype or not multiplies_fp8(out.device)):
+        w = w.view(torch.uint8)  # codes to be decoded
+        a = a.view(torch.uint8) if a.dtype == torch.float8_e4m3fn else a
+    block_w = tile.block_d // (2 if scales.packed else 1)
+    halves = gated and not interleaved
     tma = supports_tma(out.device)
-    w_tiles = describe_weights(w, tile, gated=gated, interleaved=interleaved) if tma else None
+    w_tiles = describe_weights(w, columns, block_w, halves=halves) if tma else None
     a_tiles = describe_rows(a, tile.block_m, tile.block_d) if tma and not gather else None
     a_halves = a_tiles
     if a_tiles is not None and tile.halves_tails:
         a_halves = describe_rows(a, tile.block_m // 2, tile.block_d)
     _grouped_gemm_kernel[(programs,)](
-        out, a_tiles or a, a_halves or a, w_tiles or w,
+        out, a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,
         max_tiles, N, D, order.top_k, out.stride(0), a.stride(), w.stride(),
+        *scales.strides,
         (0, 0) if bias is None else bias.stride(), alpha, limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,
         ROW_WEIGHT="none" if row_weight is None else "input" if weight_on_input else "output",
+        **scales.constants(columns // 2, N if halves else 0),
         A_IS_DESC=a_tiles is not None, W_IS_DESC=w_tiles is not None, D_IS_LAST=w.stride(2) == 1,
         EVEN_D=D % tile.block_d == 0,
         PRECISION=fp32_precision(),

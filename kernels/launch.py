@@ -50,6 +50,14 @@ def _is_hopper_or_newer(device: torch.device) -> bool:
     return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
+@cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the matmul units take e4m3 as torch's float8_e4m3fn has it."""
+    name = architecture(device)
+    is_new_nvidia = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 89
+    return is_new_nvidia or name in ("interpreter", "gfx950")
+
+
 def supports_tma(device: torch.device) -> bool:
     """Whether tiles can be loaded through tensor descriptors; the interpreter can too."""
     return architecture(device) == "interpreter" or _is_hopper_or_newer(device)

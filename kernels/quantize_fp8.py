@@ -34,7 +34,13 @@ from tmoe.kernels.quantize_input import (
     partial_amax,
     tile_width,
 )
-from tmoe.kernels.quantize_ref import dequantize_fp8_ref, fp8_scale_shape, quantize_fp8_ref  # noqa: F401
+from tmoe.kernels.quantize_ref import (  # noqa: F401
+    ALL_ROWS,
+    Rows,
+    dequantize_fp8_ref,
+    fp8_scale_shape,
+    quantize_fp8_ref,
+)
 from tmoe.kernels.rounding import (
     E4M3_MAX,
     amax,
@@ -92,7 +98,7 @@ def _quantize_fp8_kernel(
     scale_ptr,  # (L, blocks of a column, blocks of a row) fp32; written, or read if HAS_SCALE
     partial_ptr,  # (L, num_partials) fp32, whose maxima are those of the matrices; or None
     x_ptr,  # (L, num_rows, K), or (L, num_rows, 2K) for a gated activation
-    row_index_ptr,  # (M,) or None
+    pick,  # of `load`
     num_partials, stride_scale_l, stride_scale_m, stride_scale_k,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -120,7 +126,7 @@ def _quantize_fp8_kernel(
     scale_mask = (block_m * BM < M) & (block_k * BK < K)
 
     x = load(
-        x_ptr, row_index_ptr, rows, cols, M, K, num_rows, stride_m, stride_k, alpha, limit,
+        x_ptr, pick, rows, cols, M, K, num_rows, stride_m, stride_k, alpha, limit,
         ACTIVATION, GATED,
     )  # fmt: skip
     blocks = _blocks(x, BM, BK)
@@ -136,7 +142,7 @@ def _quantize_fp8_kernel(
         if IN_PASSES:
             for k in range(COLS, K, COLS):
                 more = load(
-                    x_ptr, row_index_ptr, rows, cols + k, M, K, num_rows, stride_m, stride_k,
+                    x_ptr, pick, rows, cols + k, M, K, num_rows, stride_m, stride_k,
                     alpha, limit, ACTIVATION, GATED,
                 )  # fmt: skip
                 largest = larger(largest, _block_amax(_blocks(more, BM, BK)))
@@ -148,7 +154,7 @@ def _quantize_fp8_kernel(
     if IN_PASSES:
         for k in range(COLS, K, COLS):
             more = load(
-                x_ptr, row_index_ptr, rows, cols + k, M, K, num_rows, stride_m, stride_k,
+                x_ptr, pick, rows, cols + k, M, K, num_rows, stride_m, stride_k,
                 alpha, limit, ACTIVATION, GATED,
             )  # fmt: skip
             codes = tl.reshape(_codes(_blocks(more, BM, BK), scale, POWER_OF_TWO), (ROWS, COLS))
@@ -226,7 +232,7 @@ def quantize_fp8(
     block: str | Sequence[int],
     scale: Tensor | None = None,
     power_of_two: bool = False,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: tuple[str, float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x (..., M, K) fp32/fp16/bf16 -> data (..., M, K) float8_e4m3fn, scale fp32.
@@ -235,11 +241,10 @@ def quantize_fp8(
         (..., cdiv(M, bm), cdiv(K, bk)).
     scale: given instead of computed, of that shape or one number.
     power_of_two: computed scales are rounded up to powers of two.
-    row_index: (S,) int32; row r of the result is row row_index[r] of x (M, K), or zeros if x has
-        no such row.
+    rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
     """
-    source = Source.of(x, row_index, activation)
+    source = Source.of(x, rows, activation)
     shape = fp8_scale_shape(source.shape, block)
     has_scale = scale is not None
     scale = scale.float() if has_scale else x.new_empty(shape, dtype=torch.float32)
@@ -253,7 +258,7 @@ def quantize_fp8(
         programs = cdiv(source.M, tiling["ROWS"]) * (1 if in_passes else tiling["COL_TILES"])
         scales, *strides = _scale_strides(scale, len(source.lead))
         _quantize_fp8_kernel[(programs, source.L)](
-            data, scales, partial, source.x, source.row_index,
+            data, scales, partial, source.x, source.pick,
             0 if partial is None else partial.shape[1], *strides, *source.arguments,
             HAS_SCALE=has_scale, POWER_OF_TWO=power_of_two and not has_scale,
             IN_PASSES=in_passes, **tiling, **source.constants,

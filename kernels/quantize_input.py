@@ -1,6 +1,6 @@
 """What the quantisers read: rows of x, or of x gathered, or an activation of x, in fp32.
 
-    row r comes from  x[r]    or  x[row_index[r]]
+    row r comes from  x[r]    or  x[index[r] // top_k], times a weight       (`Rows`)
     and is            itself  or  act(gate, up), x = [gate | up], not rounded in between
 
 Leading dimensions (experts) are matrices of their own: x is (L, M, K) here, L at most 65535. The
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tmoe.kernels.activation import activate, activate_gated
 from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
-from tmoe.kernels.quantize_ref import GATED_ACTIVATIONS
+from tmoe.kernels.quantize_ref import GATED_ACTIVATIONS, Rows
 from tmoe.kernels.rounding import amax, larger
 
 TILE = 4096  # elements of a program of 4 warps
@@ -39,19 +39,25 @@ def _load_fp32(ptrs, mask):
 @triton.jit
 def load(
     x_ptr,  # one matrix (num_rows, K), or (num_rows, 2K) for a gated activation
-    row_index_ptr,  # (M,) int32 or None. A number outside x stands for a row of zeros
+    pick,  # the pointers and top_k of `Rows`
     rows, cols,  # [n, 1] and [n or 1, m], of the result
     M, K, num_rows, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """[n, m] in fp32, 0 outside the matrix."""
+    index_ptr, weight_ptr, count_ptr, top_k = pick
     inside = rows < M
-    if row_index_ptr is not None:
-        rows = tl.load(row_index_ptr + rows, mask=inside, other=-1)
-        inside = (rows >= 0) & (rows < num_rows)
+    if count_ptr is not None:
+        inside &= rows < tl.load(count_ptr)
+    if index_ptr is not None:
+        index = tl.load(index_ptr + rows, mask=inside, other=-1)
+        rows = index // top_k
+        inside = (index >= 0) & (rows < num_rows)
     mask = inside & (cols < K)
     row_ptrs = x_ptr + rows.to(tl.int64) * stride_m
     x = _load_fp32(row_ptrs + cols.to(tl.int64) * stride_k, mask)
+    if weight_ptr is not None:
+        x *= _load_fp32(weight_ptr + index, inside)
     if GATED:
         up = _load_fp32(row_ptrs + (cols + K).to(tl.int64) * stride_k, mask)
         return activate_gated(x, up, alpha, limit, ACTIVATION)
@@ -69,7 +75,7 @@ def _side_by_side(a, b):
 
 @triton.jit
 def load_32(
-    x_ptr, row_index_ptr,
+    x_ptr, pick,
     rows, stretches,  # [n]: which row, and which stretch of 32 consecutive columns
     M, K, num_rows, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -79,19 +85,19 @@ def load_32(
     rows = rows[:, None]
     cols = stretches[:, None] * 32 + tl.arange(0, 8)[None, :]  # 16 bytes of bf16
     x0 = load(
-        x_ptr, row_index_ptr, rows, cols, M, K, num_rows, stride_m, stride_k, alpha, limit,
+        x_ptr, pick, rows, cols, M, K, num_rows, stride_m, stride_k, alpha, limit,
         ACTIVATION, GATED,
     )  # fmt: skip
     x1 = load(
-        x_ptr, row_index_ptr, rows, cols + 8, M, K, num_rows, stride_m, stride_k, alpha, limit,
+        x_ptr, pick, rows, cols + 8, M, K, num_rows, stride_m, stride_k, alpha, limit,
         ACTIVATION, GATED,
     )  # fmt: skip
     x2 = load(
-        x_ptr, row_index_ptr, rows, cols + 16, M, K, num_rows, stride_m, stride_k, alpha, limit,
+        x_ptr, pick, rows, cols + 16, M, K, num_rows, stride_m, stride_k, alpha, limit,
         ACTIVATION, GATED,
     )  # fmt: skip
     x3 = load(
-        x_ptr, row_index_ptr, rows, cols + 24, M, K, num_rows, stride_m, stride_k, alpha, limit,
+        x_ptr, pick, rows, cols + 24, M, K, num_rows, stride_m, stride_k, alpha, limit,
         ACTIVATION, GATED,
     )  # fmt: skip
     return _side_by_side(_side_by_side(x0, x1), _side_by_side(x2, x3))
@@ -100,7 +106,7 @@ def load_32(
 @triton.jit(do_not_specialize=["M", "num_rows"])
 def _partial_amax_kernel(
     partial_ptr,  # (L, P) fp32, written
-    x_ptr, row_index_ptr,
+    x_ptr, pick,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, COL_TILES: tl.constexpr, USE_PDL: tl.constexpr,
@@ -114,7 +120,7 @@ def _partial_amax_kernel(
         rows = tile // COL_TILES * ROWS + tl.arange(0, ROWS)[:, None]
         cols = tile % COL_TILES * COLS + tl.arange(0, COLS)[None, :]
         x = load(
-            x_ptr + matrix * stride_l, row_index_ptr, rows, cols,
+            x_ptr + matrix * stride_l, pick, rows, cols,
             M, K, num_rows, stride_m, stride_k, alpha, limit, ACTIVATION, GATED,
         )  # fmt: skip
         largest = larger(largest, tl.abs(x))
@@ -137,21 +143,19 @@ class Source:
     """What a launcher was given, as its kernel takes it."""
 
     x: Tensor  # (L, num_rows, K), or (L, num_rows, 2K) for a gated activation
-    row_index: Tensor | None  # (M,)
+    rows: Rows
     activation: str | None
     alpha: float
     limit: float
     shape: tuple[int, ...]  # (..., M, K), of the result
 
     @classmethod
-    def of(
-        cls, x: Tensor, row_index: Tensor | None, activation: tuple[str, float, float] | None
-    ) -> Source:
+    def of(cls, x: Tensor, rows: Rows, activation: tuple[str, float, float] | None) -> Source:
         name, alpha, limit = activation or (None, 1.0, math.inf)
         columns = x.shape[-1] // 2 if name in GATED_ACTIVATIONS else x.shape[-1]
-        rows = x.shape[-2] if row_index is None else row_index.numel()
+        num_rows = x.shape[-2] if rows.index is None else rows.index.numel()
         matrices = x[None] if x.dim() == 2 else x.flatten(0, -3)
-        return cls(matrices, row_index, name, alpha, limit, (*x.shape[:-2], rows, columns))
+        return cls(matrices, rows, name, alpha, limit, (*x.shape[:-2], num_rows, columns))
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -173,6 +177,11 @@ class Source:
     @property
     def is_empty(self) -> bool:
         return 0 in self.shape
+
+    @property
+    def pick(self) -> tuple:
+        """What `load` picks the rows with."""
+        return (self.rows.index, self.rows.weight, self.rows.count, self.rows.top_k)
 
     @property
     def arguments(self) -> tuple:
@@ -203,7 +212,7 @@ def partial_amax(source: Source) -> Tensor:
     programs = min(max(1, MOST_PARTIALS.value // source.L), cdiv(source.M, rows) * col_tiles)
     partial = source.x.new_empty((source.L, programs), dtype=torch.float32)
     _partial_amax_kernel[(programs, source.L)](
-        partial, source.x, source.row_index, *source.arguments,
+        partial, source.x, source.pick, *source.arguments,
         ROWS=rows, COLS=cols, COL_TILES=col_tiles, num_warps=8, **source.constants,
     )  # fmt: skip
     return partial

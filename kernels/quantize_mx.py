@@ -32,7 +32,7 @@ from torch import Tensor
 from tmoe.kernels.casts import narrow
 from tmoe.kernels.launch import cdiv, pdl_options
 from tmoe.kernels.quantize_input import TILE, Source, load_32, tile_width
-from tmoe.kernels.quantize_ref import dequantize_mx_ref, quantize_mx_ref  # noqa: F401
+from tmoe.kernels.quantize_ref import ALL_ROWS, Rows, dequantize_mx_ref, quantize_mx_ref  # noqa: F401
 from tmoe.kernels.rounding import (
     E2M1_MAX,
     amax,
@@ -58,7 +58,7 @@ def _quantize_mx_kernel(
     data_ptr,  # (L, M, K) e4m3 bytes, or (L, M, K / PER_WORD) words of e2m1 codes; written
     scale_ptr,  # (L, M, cdiv(K, 32)) ue8m0 bytes, written
     x_ptr,  # (L, num_rows, K), or (L, num_rows, 2K) for a gated activation
-    row_index_ptr,  # (M,) or None
+    pick,  # of `load`
     words_in_row, blocks_in_row,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -74,7 +74,7 @@ def _quantize_mx_kernel(
     row = tl.program_id(0) // COL_TILES * (BLOCKS // ACROSS) + i // ACROSS
     block = tl.program_id(0) % COL_TILES * ACROSS + i % ACROSS
     x = load_32(
-        x_ptr + matrix * stride_l, row_index_ptr, row, block,
+        x_ptr + matrix * stride_l, pick, row, block,
         M, K, num_rows, stride_m, stride_k, alpha, limit, ACTIVATION, GATED,
     )  # fmt: skip
 
@@ -151,18 +151,17 @@ def quantize_mx(
     *,
     element: str,
     scale_rule: str,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: tuple[str, float, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x (..., M, K) fp32/fp16/bf16 -> data, scale uint8 (..., M, cdiv(K, 32)).
 
     element: "e4m3": data (..., M, K) float8_e4m3fn; "e2m1": data (..., M, K / 2) uint8.
     scale_rule: "floor", "even" or "ceil".
-    row_index: (S,) int32; row r of the result is row row_index[r] of x (M, K), or zeros if x has
-        no such row.
+    rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
     """
-    source = Source.of(x, row_index, activation)
+    source = Source.of(x, rows, activation)
     *lead, M, K = source.shape
     packed = element == "e2m1"
     data = x.new_empty((*lead, M, K // 2 if packed else K), dtype=torch.uint8)
@@ -171,7 +170,7 @@ def quantize_mx(
         per_word = (8 if K % 8 == 0 else 2) if packed else 1
         programs, tiling = _tiling(M, K)
         _quantize_mx_kernel[(programs, source.L)](
-            data.view(torch.int32) if per_word == 8 else data, scale, source.x, source.row_index,
+            data.view(torch.int32) if per_word == 8 else data, scale, source.x, source.pick,
             K // per_word, scale.shape[-1], *source.arguments,
             PER_WORD=per_word, **scale_rounding(element, scale_rule),
             **tiling, **source.constants,

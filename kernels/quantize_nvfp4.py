@@ -43,7 +43,7 @@ from tmoe.kernels.quantize_input import (
     partial_amax,
     tile_width,
 )
-from tmoe.kernels.quantize_ref import dequantize_nvfp4_ref, quantize_nvfp4_ref  # noqa: F401
+from tmoe.kernels.quantize_ref import ALL_ROWS, Rows, dequantize_nvfp4_ref, quantize_nvfp4_ref  # noqa: F401
 from tmoe.kernels.rounding import (
     E2M1_MAX,
     E4M3_MAX,
@@ -93,7 +93,7 @@ def _quantize_nvfp4_kernel(
     partial_ptr,  # (L, num_partials) fp32, whose maxima are those of the matrices; or None
     expert_offsets_ptr,  # (E+1,) or None
     x_ptr,  # (L, num_rows, K), or (L, num_rows, 2K) for a gated activation
-    row_index_ptr,  # (M,) or None
+    pick,  # of `load`
     num_partials, num_experts, stride_global_e, stride_global_half, words_in_row, blocks_in_row,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
@@ -127,7 +127,7 @@ def _quantize_nvfp4_kernel(
     for tile in range(tl.program_id(0) % SHARE, COL_TILES, SHARE):
         pair = tile * ACROSS + i % ACROSS
         x = load_32(
-            x_ptr, row_index_ptr, row, pair, M, K, num_rows, stride_m, stride_k, alpha, limit,
+            x_ptr, pick, row, pair, M, K, num_rows, stride_m, stride_k, alpha, limit,
             ACTIVATION, GATED,
         )  # fmt: skip
         x = tl.reshape(x, (PAIRS, 2, BLOCK))
@@ -218,7 +218,7 @@ def quantize_nvfp4(
     *,
     global_scale: Tensor | None = None,
     expert_offsets: Tensor | None = None,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: tuple[str, float, float] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., M, K) fp32/fp16/bf16, K even -> data uint8 (..., M, K / 2), scale float8_e4m3fn
@@ -227,11 +227,10 @@ def quantize_nvfp4(
     global_scale: given instead of computed: one number, x.shape[:-2], or x.shape[:-2] + (2,) for
         the halves of the rows; or (E,) with `expert_offsets`. Returned as it is, in fp32.
     expert_offsets: (E+1,); rows [offsets[e], offsets[e+1]) of the result have global scale e.
-    row_index: (S,) int32; row r of the result is row row_index[r] of x (M, K), or zeros if x has
-        no such row.
+    rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
     """
-    source = Source.of(x, row_index, activation)
+    source = Source.of(x, rows, activation)
     *lead, M, K = source.shape
     data = x.new_empty((*lead, M, K // 2), dtype=torch.uint8)
     scale = x.new_empty((*lead, M, cdiv(K, BLOCK.value)), dtype=torch.uint8)
@@ -253,7 +252,7 @@ def quantize_nvfp4(
         per_word = 8 if K % 8 == 0 else 2
         _quantize_nvfp4_kernel[(row_tiles * share, source.L)](
             data.view(torch.int32) if per_word == 8 else data, scale, g, partial, expert_offsets,
-            source.x, source.row_index, num_partials, num_experts, *strides,
+            source.x, source.pick, num_partials, num_experts, *strides,
             K // per_word, scale.shape[-1], *source.arguments,
             BLOCK_E=next_power_of_2(num_experts), PER_WORD=per_word,
             SHARE=share, **tiling, **source.constants,

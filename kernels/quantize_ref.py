@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +27,36 @@ ELEMENT_MAX = {"e4m3": 448.0, "e2m1": 6.0}
 Activation = tuple[str, float, float]  # name, alpha, limit
 
 
-def source_ref(
-    x: Tensor, row_index: Tensor | None = None, activation: Activation | None = None
-) -> Tensor:
-    """The rows that are quantised, in fp32: gathered, then activated. Numbers outside x are rows of
-    zeros."""
-    if row_index is not None:
-        inside = (row_index >= 0) & (row_index < x.shape[0])
-        x = torch.where(inside[:, None], x[row_index.long().clamp(0, x.shape[0] - 1)], 0)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of x (M, K) are quantised: row r of the result is
+
+        x[index[r] // top_k] · weight[index[r]]
+
+    or zeros, from row `count` on and where x has no such row. With a sort's row_to_slot as index
+    that is the token of row r times its routing weight.
+    """
+
+    index: Tensor | None = None  # (rows of the result,) int32; None: r itself
+    top_k: int = 1
+    weight: Tensor | None = None  # contiguous, any float dtype; None: 1
+    count: Tensor | None = None  # one number, int32; None: all
+
+
+ALL_ROWS = Rows()
+
+
+def source_ref(x: Tensor, rows: Rows = ALL_ROWS, activation: Activation | None = None) -> Tensor:
+    """The rows that are quantised, in fp32: picked, weighted, activated."""
     x = x.float()
+    if rows.index is not None:
+        token = rows.index.long() // rows.top_k
+        inside = (token >= 0) & (token < x.shape[0])
+        x = torch.where(inside[:, None], x[token.clamp(0, x.shape[0] - 1)], 0)
+        if rows.weight is not None:
+            x = x * rows.weight.flatten().float()[rows.index.long() * inside][:, None]
+    if rows.count is not None:
+        x = torch.where(torch.arange(x.shape[0], device=x.device)[:, None] < rows.count, x, 0)
     if activation is None:
         return x
     name, alpha, limit = activation
@@ -84,11 +106,11 @@ def quantize_fp8_ref(
     block: str | Sequence[int],
     scale: Tensor | None = None,
     power_of_two: bool = False,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `quantize_fp8`."""
-    x = source_ref(x, row_index, activation)
+    x = source_ref(x, rows, activation)
     M, K = x.shape[-2:]
     shape = fp8_scale_shape(x.shape, block)
     if x.numel() == 0:
@@ -168,11 +190,11 @@ def quantize_mx_ref(
     *,
     element: str,
     scale_rule: str,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `quantize_mx`."""
-    x = source_ref(x, row_index, activation)
+    x = source_ref(x, rows, activation)
     M, K = x.shape[-2:]
     tiles = _tiles(x, 1, 32)  # (..., M, 1, K / 32, 32)
     amax = tiles.abs().amax((-3, -1))
@@ -213,11 +235,11 @@ def quantize_nvfp4_ref(
     *,
     global_scale: Tensor | None = None,
     expert_offsets: Tensor | None = None,
-    row_index: Tensor | None = None,
+    rows: Rows = ALL_ROWS,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `quantize_nvfp4`."""
-    x = source_ref(x, row_index, activation)
+    x = source_ref(x, rows, activation)
     M, K = x.shape[-2:]
     if global_scale is None:
         amax = x.abs().amax((-2, -1)) if x.numel() else x.new_zeros(x.shape[:-2])

@@ -34,14 +34,6 @@ def backend(request):
         yield request.param
 
 
-@pytest.fixture
-def quantized_backend(backend):
-    """Of quantised expert weights."""
-    if HAS_GPU and backend == "triton":
-        pytest.skip("Triton refuses quantised weights on a GPU until its kernels have run there")
-    return backend
-
-
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

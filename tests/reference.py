@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tmoe
+from tmoe.formats import SCHEMES
+from tmoe.formats.recipe import Recipe
+
 
 def activation_ref(
     gate: Tensor, up: Tensor | None, name: str, alpha: float, limit: float
@@ -105,3 +109,41 @@ def grouped_gemm_ref(
         row = b[owners[0]].to(dtype) @ a[s].to(dtype)
         out.append(row if bias is None else row + bias[owners[0]].to(dtype))
     return torch.stack(out) if out else torch.zeros(0, b.shape[1], dtype=dtype, device=a.device)
+
+
+def rounded(x: Tensor, recipe: Recipe | None, scale: Tensor | None = None) -> Tensor:
+    """x (S, D) as the reference quantiser has it, in fp64."""
+    if recipe is None:
+        return x.double()
+    name = recipe.format.name
+    given = {} if scale is None else {"global_scale" if name == "nvfp4" else "scale": scale}
+    options = {"block_shape": recipe.block_shape} if name == "fp8_block" else {}
+    with tmoe.options(backend="torch"):
+        return tmoe.quantize(x.float(), name, **options, **given).dequantize().double()
+
+
+def quantized_experts_ref(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    scheme: str,
+    *,
+    input_scale: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """A SwiGLU layer of dequantised weights, (T, H) in fp64, whose rows are rounded where the
+    scheme says. All slots at once, so that a scale of the whole matrix sees what it should."""
+    recipe = SCHEMES[scheme].inputs
+    (T, K), weights = topk_ids.shape, topk_weights.double()
+    rows = x.double().repeat_interleave(K, 0)
+    if weight_on_input:
+        rows = rows * weights.reshape(-1, 1)
+    e = topk_ids.flatten()
+    rows = rounded(rows, recipe, input_scale)
+    gate, up = torch.einsum("sd,snd->sn", rows, gate_up_proj.double()[e]).chunk(2, -1)
+    rows = rounded(gate * gate.sigmoid() * up, recipe, hidden_scale)
+    y = torch.einsum("sd,snd->sn", rows, down_proj.double()[e]).view(T, K, -1)
+    return y.sum(1) if weight_on_input else (y * weights.unsqueeze(-1)).sum(1)

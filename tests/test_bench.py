@@ -12,6 +12,7 @@ import torch
 from bench import compare
 from bench.roofline import ROOFS, Roof, Work, experts_work
 from bench.shapes import GPU_SHAPES, SHAPES, TINY, routing_of
+from tmoe.formats import SCHEMES
 
 ROOT = Path(__file__).parents[1]
 H200 = ROOFS["NVIDIA H200", torch.bfloat16]
@@ -37,7 +38,7 @@ def results(tmp_path_factory):
 def test_every_operation_is_measured_and_written_down(results):
     infos = [bench["extra_info"] for bench in results["benchmarks"]]
     operations = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
-    assert {info["operation"] for info in infos} == operations and len(operations) == 8
+    assert {info["operation"] for info in infos} == operations and len(operations) == 9
     for bench, info in zip(results["benchmarks"], infos, strict=True):
         assert (info["shape"], info["tokens"]) == ("tiny", 1)
         assert {"backend", "dtype", "device", "roof"} <= info.keys()
@@ -113,15 +114,19 @@ def layer(shape, tokens, backend, us, floor_us=10.0, device="NVIDIA H200"):
 
 
 def test_recorded_peers_are_complete():
-    recorded = json.loads(compare.RECORDED.read_text())
-    cells = {(row["shape"], row["tokens"], row["peer"]) for row in recorded["rows"]}
-    assert len(cells) == len(recorded["rows"]) == 6 * 5 * 3
-    assert {shape for shape, _, _ in cells} <= SHAPES.keys()
-    assert {peer for _, _, peer in cells} == recorded["peers"].keys()
+    counts = (6 * 5 * 3, 2 * (6 * 5 + 6 * 3) + 5 * 5 * 2 + 12 + 5 * 2)
+    for path, count in zip(compare.RECORDED, counts, strict=True):
+        recorded = json.loads(path.read_text())
+        rows = recorded["rows"]
+        cells = {(row.get("scheme"), row["shape"], row["tokens"], row["peer"]) for row in rows}
+        assert len(cells) == len(rows) == count
+        assert {row["shape"] for row in rows} <= SHAPES.keys()
+        assert {row["peer"] for row in rows} == recorded["peers"].keys()
+        assert {row["scheme"] for row in rows if "scheme" in row} <= SCHEMES.keys()
 
 
 def test_compare_reads_recorded_and_measured_peers():
-    recorded = json.loads(compare.RECORDED.read_text())
+    recorded = compare.read_recorded()
     results = {
         "benchmarks": [
             layer("mixtral-8x7b", 1, "triton", 200.0),
@@ -136,8 +141,19 @@ def test_compare_reads_recorded_and_measured_peers():
     assert cell.speedup == pytest.approx(219.9 / 200)
 
 
+def test_compare_keeps_schemes_apart():
+    """The same shape and tokens with FP8 blocks meet FP8 blocks: FlashInfer's 113 here."""
+    mine = layer("mixtral-8x7b", 1, "triton", 100.0)
+    mine["extra_info"] |= {"operation": "quantized_layer", "scheme": "fp8_block"}
+    results = {"benchmarks": [mine, layer("mixtral-8x7b", 1, "triton", 200.0)]}
+    cells = compare.read_cells(results, compare.read_recorded(), "triton")
+    assert [cell.scheme for cell in cells] == ["fp8_block", "bfloat16"]
+    assert [cell.best_peer for cell in cells] == ["flashinfer", "vllm"]
+    assert cells[0].speedup == pytest.approx(113 / 100, abs=0.01)
+
+
 def test_compare_takes_no_record_of_another_device():
-    recorded = json.loads(compare.RECORDED.read_text())
+    recorded = compare.read_recorded()
     results = {"benchmarks": [layer("mixtral-8x7b", 1, "triton", 200.0, device="NVIDIA L4")]}
     (cell,) = compare.read_cells(results, recorded, "triton")
     assert cell.peers == {} and cell.speedup is None and not cell.loses

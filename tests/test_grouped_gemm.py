@@ -61,7 +61,7 @@ def quantized(x, recipe, **given):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantised_weights(scheme, dtype, quantized_backend, device):
+def test_quantised_weights(scheme, dtype, backend, device):
     """Rows past the end may hold anything and share no scale; any strides of a."""
     scheme, sizes, tail = SCHEMES[scheme], (3, 0, 9), 4
     S = sum(sizes)
@@ -86,7 +86,7 @@ def test_quantised_weights(scheme, dtype, quantized_backend, device):
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
-def test_a_static_scale_for_each_expert(scheme, quantized_backend, device):
+def test_a_static_scale_for_each_expert(scheme, backend, device):
     inputs, (recipe,) = SCHEMES[scheme].inputs, SCHEMES[scheme].weights
     a, b = torch.randn(9, 64, device=device), torch.randn(3, 16, 64, device=device)
     b, offsets = quantized(b, recipe), torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
@@ -118,7 +118,7 @@ def test_what_a_quantised_weight_needs():
     refused("no backward", a=needs_grad, scheme="fp8_channel", error=tmoe.NoBackendError)
 
 
-def test_quantised_weights_compile(quantized_backend):
+def test_quantised_weights_compile(backend):
     a, offsets = torch.randn(4, 64), torch.tensor([0, 4], dtype=torch.int32)
     b = tmoe.quantize(torch.randn(1, 16, 64), "nvfp4")
 

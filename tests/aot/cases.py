@@ -22,6 +22,7 @@ from tmoe.kernels.launch import cdiv
 from tmoe.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from tmoe.kernels.quantize_ref import Rows
 from tmoe.kernels.tiles import tile_table
 from tmoe.routing import Routing, RoutingRule
 from tmoe.routing.rule import TINY
@@ -213,17 +214,17 @@ def _quantisers(T: int, H: int, E: int, dtype: torch.dtype) -> list[Case]:
         "fp8 tensor static": lambda: quantize_fp8(x, block="tensor", scale=_empty(dtype=fp32)),
         "fp8 row": lambda: quantize_fp8(x, block="row"),
         "fp8 long row": lambda: quantize_fp8(_empty(T, 20480, dtype=dtype), block="row"),
-        "fp8 1x128": lambda: quantize_fp8(x, block=(1, 128), row_index=rows),
+        "fp8 1x128": lambda: quantize_fp8(x, block=(1, 128), rows=Rows(rows)),
         "fp8 1x128 ceil": lambda: quantize_fp8(x, block=(1, 128), power_of_two=True),
         "fp8 1x128 swiglu": lambda: quantize_fp8(gate_up, block=(1, 128), activation=swiglu),
         "fp8 128x128": lambda: quantize_fp8(weights, block=(128, 128)),
         "mxfp8": lambda: quantize_mx(x, element="e4m3", scale_rule="ceil"),
-        "mxfp4": lambda: quantize_mx(x, element="e2m1", scale_rule="even", row_index=rows),
+        "mxfp4": lambda: quantize_mx(x, element="e2m1", scale_rule="even", rows=Rows(rows)),
         "mxfp4 swiglu": lambda: quantize_mx(
             gate_up, element="e2m1", scale_rule="even", activation=swiglu
         ),
         "nvfp4": lambda: quantize_nvfp4(weights),
-        "nvfp4 of experts": lambda: quantize_nvfp4(x, row_index=rows, **of_experts),
+        "nvfp4 of experts": lambda: quantize_nvfp4(x, rows=Rows(rows), **of_experts),
         "nvfp4 swiglu": lambda: quantize_nvfp4(gate_up, activation=swiglu, **of_experts),
         "fp8 back": lambda: dequantize_fp8(
             codes, _empty(T, cdiv(H, 128), dtype=fp32), block=(1, 128), dtype=dtype

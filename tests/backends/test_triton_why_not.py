@@ -73,7 +73,7 @@ def test_newer_and_local_versions_of_triton_are_fine():
     [
         ({"needs_grad": True}, "backward"),
         ({"dtype": torch.float64}, "float64"),
-        ({"scheme": "fp8_block"}, "fp8_block"),
+        ({"scheme": "fp8_block", "dtype": torch.float16}, "fp16 has no room for fp8_block"),
     ],
     ids=["gradients", "fp64", "quantised"],
 )
@@ -85,10 +85,7 @@ def test_deterministic_and_batch_invariant_are_fine():
     assert why_not(deterministic=True, batch_invariant=True) is None
 
 
-def test_quantised_weights_where_they_are_checked():
-    """Interpreted until a GPU has run them; fp16 overflows at 65504, scales don't stop there."""
-    interpreted = Machine("cpu", interpreted=True, triton_version="3.7.1")
-    assert why_not(interpreted, scheme="mxfp4_a16") is None
-    assert "fp16" in why_not(interpreted, scheme="mxfp4_a16", dtype=torch.float16)
-    assert "not been checked on a GPU" in why_not(scheme="mxfp4_a16")
-    assert why_not(op="quantize", scheme="mxfp4_a16") is None
+def test_quantised_weights():
+    """fp16 overflows at 65504; scales don't stop there."""
+    assert why_not(scheme="mxfp4_a16") is None
+    assert why_not(op="quantize", scheme="mxfp4_a16", dtype=torch.float16) is None

@@ -28,6 +28,7 @@ from tmoe.kernels.quantize_fp8 import (
     quantize_fp8,
     quantize_fp8_ref,
 )
+from tmoe.kernels.quantize_ref import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy about inf and NaN
 BLOCKS = ["tensor", "row", (1, 128), (128, 128)]
@@ -217,10 +218,30 @@ def test_gathered_rows(block, device):
     """Numbers outside x are rows of zeros: a table's tail that nobody wrote is harmless."""
     x = torch.randn(5, 160, device=device)
     row_index = torch.tensor([4, 0, 0, -1, 3, 5, -(2**30)], dtype=torch.int32, device=device)
-    got = check(x, block=block, row_index=row_index)
+    got = check(x, block=block, rows=Rows(row_index))
     picked = x[row_index.clamp(0, 4).long()]
     picked[[3, 5, 6]] = 0
     assert_same(got, quantize_fp8(picked, block=block))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_rows_in_expert_order(block, weighted, device):
+    """Slots stand for tokens, perhaps weighted; what stands behind the last row counts for
+    nothing, though it be NaN."""
+    x = torch.randn(5, 160, device=device).bfloat16()
+    slots = torch.tensor([9, 0, 4, 7, -(2**30), 3], dtype=torch.int32, device=device)
+    weight = torch.rand(5, 2, device=device) if weighted else None
+    count = torch.tensor([4], dtype=torch.int32, device=device)
+    got = check(x, block=block, rows=Rows(slots, 2, weight, count))
+    picked = x.float()[[4, 0, 2, 3, 0, 0]]
+    if weight is not None:
+        picked[:4] *= weight.flatten()[[9, 0, 4, 7]][:, None]
+    picked[4:] = 0
+    assert_same(got, quantize_fp8(picked, block=block))
+    x[3:] = math.nan
+    got = check(x, block=block, rows=Rows(count=count - 1))
+    assert_same(got, quantize_fp8(torch.where(x.isnan(), 0, x), block=block))
 
 
 @triton.jit

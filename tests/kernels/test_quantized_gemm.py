@@ -10,20 +10,21 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tmoe.kernels.activation_ref import activate_ref
-from tmoe.kernels.quantized_gemm import quantized_gemm
+from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.sort import sort_tokens
 from tmoe.kernels.tiles import Tile
+from tmoe.kernels.weight_codes import Scales
 
 E, T, K = 3, 7, 2
 TILE = Tile(16, 32, 128, 4, 2)
 BLOCKS = {"block_shape": (128, 128)}
 WEIGHTS = {
     "fp8_tensor": ({}, {}),
-    "fp8_channel": ({}, dict(scale_rows=1)),
-    "fp8_block": (BLOCKS, dict(scale_rows=128, scale_columns=128)),
-    "mxfp8": ({}, dict(scale_rows=1, scale_columns=32)),
-    "mxfp4": ({}, dict(scale_rows=1, scale_columns=32, packed=True)),
-    "nvfp4": ({}, dict(scale_rows=1, scale_columns=16, packed=True)),
+    "fp8_channel": ({}, dict(weight_rows=1)),
+    "fp8_block": (BLOCKS, dict(weight_rows=128, weight_columns=128)),
+    "mxfp8": ({}, dict(weight_rows=1, weight_columns=32)),
+    "mxfp4": ({}, dict(weight_rows=1, weight_columns=32, packed=True)),
+    "nvfp4": ({}, dict(weight_rows=1, weight_columns=16, packed=True)),
 }
 SHAPES = [(40, 160), (32, 128), (200, 96), (17, 272)]  # N, D
 
@@ -54,10 +55,8 @@ def test_quantised_weights(name, N, D, dtype, device):
     a = torch.randn(T, D, device=device).to(dtype)
     w = tmoe.quantize(torch.randn(E, N, D, device=device), name, **options)
     out = torch.empty(T * K, N, device=device)
-    quantized_gemm(
-        out, a, w.data, w.scale, order, TILE,
-        w_global_scale=w.global_scale, gather=True, **layout,
-    )  # fmt: skip
+    scales = Scales(w.scale, weight_global=w.global_scale, **layout)
+    grouped_gemm(out, a, w.data, order, TILE, scales=scales, gather=True)
     values = w.dequantize()
     check(out, truth(a, values, order), truth(a, values.to(dtype), order))
 
@@ -76,9 +75,8 @@ def test_codes_times_codes(name, inputs, N, D, device):
     a = tmoe.quantize(x, inputs)
     w = tmoe.quantize(torch.randn(E, N, D, device=device) * 4.0**-blocks, name, **options)
     out = torch.empty(T * K, N, device=device)
-    quantized_gemm(
-        out, a.data, w.data, w.scale, order, TILE, a_scale=a.scale, gather=True, **layout
-    )
+    scales = Scales(w.scale, rows=a.scale, **layout)
+    grouped_gemm(out, a.data, w.data, order, TILE, scales=scales, gather=True)
     values = [q.dequantize() for q in (a, w)]
     check(out, truth(*values, order), truth(*(v.bfloat16() for v in values), order))
 
@@ -93,10 +91,10 @@ def test_gate_and_up_with_halves_of_their_own(interleaved, device):
     w = tmoe.quantize(torch.randn(E, 2 * N, D, device=device), "nvfp4", global_scale=halves)
     bias, weight = torch.randn(E, 2 * N, device=device), torch.rand(T * K, device=device)
     out = torch.empty(T * K, N, device=device)
-    quantized_gemm(
-        out, a, w.data, w.scale, order, TILE, w_global_scale=halves, packed=True,
-        scale_rows=1, scale_columns=16, gather=True, gated=True, interleaved=interleaved,
-        activation="swiglu", bias=bias, row_weight=weight,
+    scales = Scales(w.scale, 1, 16, weight_global=halves, packed=True)
+    grouped_gemm(
+        out, a, w.data, order, TILE, scales=scales, gather=True, gated=True,
+        interleaved=interleaved, activation="swiglu", bias=bias, row_weight=weight,
     )  # fmt: skip
     offsets, slot = order.expert_offsets.long(), order.row_to_slot.long()
     expert = torch.searchsorted(offsets[1:], torch.arange(T * K, device=device), right=True)
@@ -119,6 +117,6 @@ def test_poisoned_padding(device):
     outs = []
     for data, rows in ((w.data, a[:, :D].contiguous()), (codes, a[:, :D])):
         out = torch.empty(T * K, N, device=device)
-        quantized_gemm(out, rows, data, w.scale, order, TILE, gather=True, scale_rows=1)
+        grouped_gemm(out, rows, data, order, TILE, scales=Scales(w.scale, 1), gather=True)
         outs.append(out)
     assert torch.equal(*outs) and outs[0].isfinite().all()

@@ -61,8 +61,6 @@ class TritonBackend:
         if problem.scheme is not None and problem.op in ("grouped_gemm", "fused_experts"):
             if problem.dtype == torch.float16:
                 return f"fp16 has no room for {problem.scheme} weights times their scales"
-            if not machine.interpreted:
-                return f"its kernels for {problem.scheme} have not been checked on a GPU yet"
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:

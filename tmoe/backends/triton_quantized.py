@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
+from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
-from tmoe.kernels.quantized_gemm import quantized_gemm
+from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import choose_quantized_tiles
+from tmoe.kernels.used_tokens import used_tokens
+from tmoe.kernels.weight_codes import Scales
 
 from ..dispatch.problem import ExpertsSpec, StaticScales
 from ..formats import FORMATS, QuantizedTensor
@@ -50,39 +51,32 @@ def quantized_experts(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
     )
     weights = topk_weights.contiguous()
-    rows = Rows(order.expert_offsets, S)
-    gather, a_scale = True, None
-    if inputs is None:
-        a = x
-    elif spec.weight_on_input:  # it scales what is quantised
-        slot = torch.where(rows.is_here, order.row_to_slot, 0).long()
-        a = x[slot // K].float() * weights.float().flatten()[slot, None]
-        a, a_scale = rows.quantize(a, inputs, scales.input, rows.here, x.dtype)
-        gather = False
-    elif scales.input is not None and scales.input.numel() > 1:  # experts scale a token differently
-        index = torch.where(rows.is_here, order.row_to_slot // K, -1)
-        a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
-        gather = False
-    else:
-        used = (order.slot_to_row >= 0).any(1)
-        index = torch.where(used, torch.arange(T, device=x.device), -1)
-        a, a_scale = rows.quantize(x, inputs, scales.input, index, x.dtype)
-    hidden = quantized_gemm(
-        x.new_empty(S, I, dtype=x.dtype if inputs is None else torch.float32),
-        a, gate_up_proj.data, gate_up_proj.scale, order, tiles.gate_up,
-        a_scale=a_scale, w_global_scale=gate_up_proj.global_scale, **_layout(gate_up_proj),
-        bias=gate_up_bias, gather=gather,
-        row_weight=weights if spec.weight_on_input and inputs is None else None,
-        weight_on_input=True,
+    offsets, on_input = order.expert_offsets, weights if spec.weight_on_input else None
+    a, of_a, gather = x, None, True
+    if inputs is not None:
+        of_experts = scales.input is not None and scales.input.numel() > 1
+        if on_input is not None or of_experts:  # a token's codes differ from row to row
+            rows = Rows(order.row_to_slot, K, on_input, offsets[-1:])
+            gather, on_input = False, None
+        elif _is_of_all(inputs) and scales.input is None:
+            rows = Rows(used_tokens(order.slot_to_row))
+        else:
+            rows = ALL_ROWS
+        a, of_a = _quantize(x, inputs, scales.input, rows, offsets)
+    hidden = grouped_gemm(
+        x.new_empty(S, I), a, gate_up_proj.data, order, tiles.gate_up,
+        scales=_scales(gate_up_proj, of_a), bias=gate_up_bias, gather=gather,
+        row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
-    hidden_scale = None
+    of_hidden = None
     if inputs is not None:
-        hidden, hidden_scale = rows.quantize(hidden, inputs, scales.hidden, rows.here, x.dtype)
-    y = quantized_gemm(
-        x.new_empty(S, H), hidden, down_proj.data, down_proj.scale, order, tiles.down,
-        a_scale=hidden_scale, w_global_scale=down_proj.global_scale, **_layout(down_proj),
+        rows = Rows(count=offsets[-1:])
+        hidden, of_hidden = _quantize(hidden, inputs, scales.hidden, rows, offsets)
+    y = grouped_gemm(
+        x.new_empty(S, H), hidden, down_proj.data, order, tiles.down,
+        scales=_scales(down_proj, of_hidden),
         bias=down_bias, row_weight=None if spec.weight_on_input else weights,
     )  # fmt: skip
     return combine(y, order.slot_to_row, x.new_empty(T, H) if out is None else out)
@@ -105,66 +99,58 @@ def quantized_grouped_gemm(
     ).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
     y = a.new_empty(S, N) if out is None else out
-    a_scale = None
+    of_a = None
     if inputs is not None:
-        rows = Rows(expert_offsets, S)
-        a, a_scale = rows.quantize(a, inputs, scale, rows.here, a.dtype)
-    quantized_gemm(
-        y, a, b.data, b.scale, order, tile,
-        a_scale=a_scale, w_global_scale=b.global_scale, **_layout(b), bias=bias,
-    )  # fmt: skip
+        rows = Rows(count=expert_offsets[-1:])
+        a, of_a = _quantize(a, inputs, scale, rows, expert_offsets)
+    grouped_gemm(y, a, b.data, order, tile, scales=_scales(b, of_a), bias=bias)
     return clear_tail(y, expert_offsets)
 
 
-class Rows:
-    """The rows in expert order; those past the last expert's hold what nobody wrote."""
+def _quantize(
+    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of x as a GEMM takes them: e4m3 codes and their scales, or numbers of x's dtype that the
+    format can hold and, of NVFP4, the global scale.
 
-    def __init__(self, expert_offsets: Tensor, num_rows: int) -> None:
-        self.expert_offsets = expert_offsets
-        self.number = torch.arange(
-            num_rows, device=expert_offsets.device, dtype=expert_offsets.dtype
+    A static scale is one number or, if the rows are in expert order, (E,).
+    """
+    format, of_experts = recipe.format, scale is not None and scale.numel() > 1
+    if scale is not None and not of_experts:
+        scale = scale.reshape(())
+    if format.has_global_scale:
+        data, scales, g = quantize_nvfp4(
+            x, global_scale=scale, rows=rows, expert_offsets=expert_offsets if of_experts else None
         )
-        self.is_here = self.number < expert_offsets[-1]
-        self.here = torch.where(self.is_here, self.number, -1)
-
-    def quantize(
-        self, x: Tensor, recipe: Recipe, scale: Tensor | None, index: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows x[index], 0 where that is -1, as a GEMM takes them: e4m3 codes and their scales, or
-        numbers of `dtype` that the format can hold and, of NVFP4, the global scale.
-
-        A static scale is one number or, if the rows are in expert order, (E,).
-        """
-        index, format = index.int(), recipe.format
-        if scale is not None and scale.numel() == 1:
-            scale = scale.reshape(())
-        of_rows = None if scale is None or scale.ndim == 0 else self._of_rows(scale)
-        if format.has_global_scale:
-            offsets = None if of_rows is None else self.expert_offsets
-            data, scales, g = quantize_nvfp4(
-                x, global_scale=scale, row_index=index, expert_offsets=offsets
-            )
-            one = torch.ones((), device=x.device)
-            values = dequantize_nvfp4(data, scales, one, dtype=dtype)
-            return values, g.reshape(()) if of_rows is None else of_rows
-        if format.scale is not FLOAT32:
-            quantize = partial(quantize_mx, element=format.element.name)
-            data, scales = quantize(x, scale_rule=recipe.scale_rule, row_index=index)
-            return dequantize_mx(data, scales, element=format.element.name, dtype=dtype), None
-        if of_rows is not None:
-            return quantize_fp8(x, block="row", scale=of_rows, row_index=index)
-        return quantize_fp8(x, block=block_of(recipe.block_shape), scale=scale, row_index=index)
-
-    def _of_rows(self, of_experts: Tensor) -> Tensor:
-        """(E,) -> (S,): each row has its expert's."""
-        expert = torch.searchsorted(self.expert_offsets[1:], self.number, right=True)
-        return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
+        one = torch.ones((), device=x.device)
+        values = dequantize_nvfp4(data, scales, one, dtype=x.dtype)
+        return values, _of_rows(g, expert_offsets, len(data)) if of_experts else g.reshape(())
+    if format.scale is not FLOAT32:
+        element = format.element.name
+        data, scales = quantize_mx(x, element=element, scale_rule=recipe.scale_rule, rows=rows)
+        return dequantize_mx(data, scales, element=element, dtype=x.dtype), None
+    block = block_of(recipe.block_shape)
+    if scale is not None and of_experts:
+        num_rows = len(x) if rows.index is None else len(rows.index)
+        block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
+    return quantize_fp8(x, block=block, scale=scale, rows=rows)
 
 
-def _layout(weight: QuantizedTensor) -> dict[str, int | bool]:
-    """How far a scale reaches, as `quantized_gemm` is told."""
+def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
+    """(E,) -> (S,): each row has its expert's."""
+    row = torch.arange(num_rows, device=of_experts.device, dtype=expert_offsets.dtype)
+    expert = torch.searchsorted(expert_offsets[1:], row, right=True)
+    return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
+
+
+def _is_of_all(recipe: Recipe) -> bool:
+    """Whether one scale serves all rows."""
+    return recipe.format.has_global_scale or block_of(recipe.block_shape) == "tensor"
+
+
+def _scales(weight: QuantizedTensor, of_rows: Tensor | None) -> Scales:
     rows, columns = weight.block_shape
     if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
         rows = weight.shape[1] // 2
     packed = FORMATS[weight.format].is_packed
-    return {"packed": packed, "scale_rows": rows or 0, "scale_columns": columns or 0}
+    return Scales(weight.scale, rows or 0, columns or 0, weight.global_scale, of_rows, packed)

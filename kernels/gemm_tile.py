@@ -1,0 +1,91 @@
+"""What a grouped GEMM does around its sums: which tile is whose, and how a product is stored.
+
+A row tile is (expert, first row, end row), made by `sort.py`; a column tile is a number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tmoe.kernels.activation import activate, activate_gated
+from tmoe.kernels.casts import narrow, widen
+
+
+@triton.jit
+def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles go through the columns together, so that weights
+    are still in L2 for the next row tile."""
+    per_group = GROUP_M * tiles_n
+    first_m = (index // per_group) * GROUP_M
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = index % per_group
+    return first_m + within % height, within // height
+
+
+@triton.jit
+def load_tile(tiles_ptr, tile_m):
+    """(expert, first row, end row)"""
+    ptr = tiles_ptr + 3 * tile_m
+    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
+
+
+@triton.jit
+def weight_rows(
+    tile_n, column, N,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The rows of an expert's weights by which the tile's columns `column` are multiplied: of a
+    gated projection first BLOCK_N gate rows, then their up rows. Row 0 for a column past N."""
+    if GATED and not INTERLEAVED:
+        n = tile_n * BLOCK_N + column % BLOCK_N
+        return tl.where(n < N, n, 0) + (column // BLOCK_N) * N
+    else:
+        rows_per_column: tl.constexpr = 2 if GATED else 1
+        n = tile_n * BLOCK_N * rows_per_column + column
+        return tl.where(n < N * rows_per_column, n, 0)
+
+
+@triton.jit
+def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
+    ptrs = bias_ptr + expert.to(tl.int64) * bias_strides[0] + columns * bias_strides[1]
+    return widen(tl.load(ptrs, mask=columns < num_columns, other=0.0)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def finish_tile(
+    problem, acc, expert, rows, in_expert, slots, tile_n,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROW_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation."""
+    out_ptr, _w, bias_ptr, row_weight_ptr, _row_to_slot_ptr, N, _D, _top_k, alpha, limit = problem[
+        0
+    ]
+    stride_out, _a_strides, _w_strides, bias_strides = problem[1]
+    if ROW_WEIGHT != "none":
+        row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
+        row_weight = widen(row_weight).to(tl.float32)[:, None]
+    if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
+        acc *= row_weight
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        if INTERLEAVED:
+            gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
+        else:
+            gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
+        if bias_ptr is not None:
+            gate_column = 2 * offs_n if INTERLEAVED else offs_n
+            up_column = gate_column + (1 if INTERLEAVED else N)
+            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
+            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
+        y = activate_gated(gate, up, alpha, limit, ACTIVATION)
+    else:
+        if bias_ptr is not None:
+            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
+        y = activate(acc, ACTIVATION)
+    if ROW_WEIGHT == "output":
+        y *= row_weight
+    y = narrow(y, out_ptr.dtype.element_ty)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
+    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
