@@ -1,14 +1,15 @@
 """What was measured beside its peers: `python -m bench.compare results.json [--plot DIR]`.
 
-`results.json` is what `pytest bench/bench_layer.py --benchmark-json=results.json` wrote. Peers that
-it timed too count as measured; others come from a recorded file, if that is of the same GPU.
+`results.json` is what `pytest bench/bench_layer.py --benchmark-json=results.json` wrote, or another
+benchmark. Peers that it timed too count as measured; others come from the recorded files, if those
+are of the same GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
@@ -18,8 +19,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-RECORDED = Path(__file__).parent / "results" / "peers_h200.json"
-RECORDED_OPERATIONS = Path(__file__).parent / "results" / "peers_h200_operations.json"
+RESULTS = Path(__file__).parent / "results"
+RECORDED = (RESULTS / "peers_h200.json", RESULTS / "peers_h200_quantized.json")
+RECORDED_OPERATIONS = RESULTS / "peers_h200_operations.json"
+LAYERS = ("layer", "quantized_layer")  # operations
 OURS = ("triton", "torch")  # backends of tmoe; every other name is a peer
 
 
@@ -27,6 +30,7 @@ OURS = ("triton", "torch")  # backends of tmoe; every other name is a peer
 class Cell:
     """One layer at one number of tokens; times in microseconds."""
 
+    scheme: str  # of quantised weights; otherwise the dtype
     shape: str
     tokens: int
     us: float
@@ -48,37 +52,45 @@ class Cell:
         return self.speedup is not None and self.speedup < 1
 
 
+def read_recorded(paths: Iterable[Path] = RECORDED) -> dict[str, Any]:
+    """The recorded layers of all files as one."""
+    files = [json.loads(path.read_text()) for path in paths]
+    merged = files[0] | {"rows": []}
+    for file in files:
+        assert file["device"] == merged["device"], "one device at a time"
+        merged["rows"] += [{"scheme": file.get("dtype")} | row for row in file["rows"]]
+    return merged
+
+
 def read_cells(results: dict[str, Any], recorded: dict[str, Any], backend: str) -> list[Cell]:
     """The layers that `backend` ran in pytest-benchmark's `results`, each with its peers."""
     infos = [bench["extra_info"] for bench in results["benchmarks"]]
-    layers = [info for info in infos if info.get("operation") == "layer"]
-    times: dict[tuple[str, int], dict[str, float]] = {}
+    layers = [info for info in infos if info.get("operation") in LAYERS]
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
     if any(_same_conditions(info, recorded) for info in layers):
         for row in recorded["rows"]:
-            times.setdefault((row["shape"], row["tokens"]), {})[row["peer"]] = row["us"]
+            times.setdefault(_key(row), {})[row["peer"]] = row["us"]
     for info in layers:
         if info["backend"] not in OURS:  # just measured: takes the place of what is recorded
-            times.setdefault((info["shape"], info["tokens"]), {})[info["backend"]] = info["us"]
+            times.setdefault(_key(info), {})[info["backend"]] = info["us"]
     return [
-        Cell(
-            info["shape"],
-            info["tokens"],
-            info["us"],
-            info["floor_us"],
-            times.get((info["shape"], info["tokens"]), {}),
-        )
+        Cell(*_key(info), info["us"], info["floor_us"], times.get(_key(info), {}))
         for info in layers
         if info["backend"] == backend
     ]
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row.get("scheme") or row["dtype"], row["shape"], row["tokens"]
 
 
 def _same_conditions(info: dict[str, Any], recorded: dict[str, Any]) -> bool:
     return (info["device"], info["dtype"]) == (recorded["device"], recorded["dtype"])
 
 
-def table(cells: Iterable[Cell]) -> Table:
-    """One row per cell; a cell that a peer wins is marked."""
-    out = _plain_table("routed experts, µs per call (✗ a peer is faster)")
+def table(cells: Sequence[Cell]) -> Table:
+    """One row per cell of a scheme; a cell that a peer wins is marked."""
+    out = _plain_table(f"routed experts, {cells[0].scheme}, µs per call (✗ a peer is faster)")
     out.add_column("layer", no_wrap=True)
     for name in ("T", "floor", "tmoe", "% of floor", "best peer", "speedup"):
         out.add_column(name, justify="right")
@@ -132,10 +144,10 @@ def _us(us: float) -> str:
     return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
-def summary(cells: list[Cell]) -> Table:
+def summary(cells: Sequence[Cell]) -> Table:
     """Geometric means over the shapes: % of the floor, and how many times faster than each peer."""
     tokens = sorted({cell.tokens for cell in cells})
-    out = _plain_table("geometric means: % of floor, speedup over each peer")
+    out = _plain_table(f"{cells[0].scheme}, geometric means: % of floor, speedup over each peer")
     out.add_column("")
     for column in (*(f"T = {T}" for T in tokens), "all"):
         out.add_column(column, justify="right")
@@ -159,7 +171,9 @@ def summary(cells: list[Cell]) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--recorded", type=Path, default=RECORDED, help="peers measured before")
+    parser.add_argument(
+        "--recorded", type=Path, nargs="+", default=RECORDED, help="peers measured before"
+    )
     parser.add_argument("--backend", choices=OURS, default="triton", help="whose times are ours")
     parser.add_argument(
         "--plot", type=Path, metavar="DIR", help="draw time over T, a PNG per layer"
@@ -167,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     results = json.loads(options.results.read_text())
-    recorded = json.loads(options.recorded.read_text())
+    recorded = read_recorded(options.recorded)
     cells = read_cells(results, recorded, options.backend)
     operations = operations_table(
         results, json.loads(RECORDED_OPERATIONS.read_text()), options.backend
@@ -182,10 +196,12 @@ def main(arguments: list[str] | None = None) -> None:
     if operations is not None:
         console.print(operations)
         console.print()
-    if cells:
-        console.print(table(cells))
+    for scheme in dict.fromkeys(cell.scheme for cell in cells):
+        of_scheme = [cell for cell in cells if cell.scheme == scheme]
+        console.print(table(of_scheme))
         console.print()
-        console.print(summary(cells))
+        console.print(summary(of_scheme))
+        console.print()
     machine = results["machine_info"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(f"{machine['device']}; {versions}", highlight=False)

@@ -146,7 +146,8 @@ def timer(request) -> DeviceTimer:
 def measure(request, timer, benchmark, shape: MoEShape, tokens: int, backend: str):
     """`measure(call, inputs, check, work, **labels)`: check `call` on all inputs, then time it.
 
-    `check(result, *input)` raises if the result is wrong; nothing wrong is ever timed.
+    `check(result, *input)` raises if the result is wrong; nothing wrong is ever timed. `multiplies`
+    is the dtype whose roof counts.
     """
     operation = request.path.stem.removeprefix("bench_")
 
@@ -155,6 +156,7 @@ def measure(request, timer, benchmark, shape: MoEShape, tokens: int, backend: st
         inputs: Sequence[tuple[Tensor, ...]],
         check: Callable[..., None],
         work: Work,
+        multiplies: torch.dtype = DTYPE,
         **labels: str,
     ) -> None:
         for tensors in inputs:
@@ -168,7 +170,7 @@ def measure(request, timer, benchmark, shape: MoEShape, tokens: int, backend: st
             time_on_cpu(benchmark, calls)
         if benchmark.stats is None:  # --benchmark-disable: the checks were all that was wanted
             return
-        us, roof = 1e6 * benchmark.stats.stats.median, roof_of(DEVICE, DTYPE)
+        us, roof = 1e6 * benchmark.stats.stats.median, roof_of(DEVICE, multiplies)
         benchmark.extra_info.update(
             operation=operation,
             **labels,
