@@ -40,16 +40,38 @@ from tmoe.kernels.launch import (
 )
 from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
-from tmoe.kernels.weight_codes import PLAIN, Scales, decode_scale, numbers, scale_ptrs
+from tmoe.kernels.weight_codes import (
+    PLAIN,
+    PLAIN_CODES,
+    Scales,
+    apply_whole_scales,
+    block_factor,
+    load_fine_scales,
+    numbers,
+)
+
+
+@triton.jit
+def _add_product(acc, a, w, factor, PRECISION: tl.constexpr, NARROW: tl.constexpr):
+    """acc + (a · wᵀ) · factor, or without a factor; all of it transposed if NARROW."""
+    a, w = widen(a), widen(w)
+    left = w if NARROW else a
+    right = a.T if NARROW else w.T
+    if factor is not None:
+        return tl.fma(tl.dot(left, right, input_precision=PRECISION), factor, acc)
+    elif PRECISION == "ieee" and left.dtype == tl.float32:
+        # One chain of D additions would lose digits, so every step is summed by itself. An fma,
+        # since the compiler would merge a plain addition into the dot.
+        return tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, acc)
+    else:
+        return tl.dot(left, right, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _compute_tile(
     problem, scales, a, tile, tile_n,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr, PACKED: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, SCALE_N: tl.constexpr, SCALE_D: tl.constexpr,
-    A_SCALE_D: tl.constexpr, HALF_SHARES: tl.constexpr,
+    GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr, CODES: tl.constexpr,
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -58,14 +80,15 @@ def _compute_tile(
     expert, first_row, end_row = tile
     out_ptr, w, bias_ptr, row_weight_ptr, row_to_slot_ptr, N, D, top_k, alpha, limit = problem[0]
     stride_out, a_strides, w_strides, bias_strides = problem[1]
-    a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides = (
-        scales
-    )
     COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)  # weight rows that the tile multiplies by
-    PER_BYTE: tl.constexpr = 2 if PACKED else 1
+    PER_BYTE: tl.constexpr = 2 if CODES.packed else 1
     BLOCK_W: tl.constexpr = BLOCK_D // PER_BYTE
-    FINE: tl.constexpr = 0 < SCALE_D and SCALE_D < 128
-    BLOCKWISE: tl.constexpr = SCALE_D == 128 or A_SCALE_D == 128
+    FINE: tl.constexpr = CODES.is_fine
+    BLOCKWISE: tl.constexpr = CODES.is_blockwise
+    NARROW: tl.constexpr = BLOCK_M < 16  # too few rows for the tensor cores' left operand
+    # Scales are loaded a step ahead, but for few rows, where that costs a detour of all numbers
+    # through shared memory; with many they take it anyway.
+    AHEAD: tl.constexpr = BLOCK_M >= 64
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
     slots = rows
@@ -74,24 +97,17 @@ def _compute_tile(
 
     # Rows past the expert's end and columns past N are computed from valid ones, never stored.
     a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
-    column = tl.arange(0, COLUMNS)
-    w_rows = weight_rows(tile_n, column, N, GATED, INTERLEAVED, BLOCK_N)
+    w_rows = weight_rows(tile_n, tl.arange(0, COLUMNS), N, GATED, INTERLEAVED, BLOCK_N)
     offs_d, offs_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     if not A_IS_DESC:
         a_ptrs = a + a_rows.to(tl.int64)[:, None] * a_strides[0] + offs_d[None, :] * a_strides[1]
     if not W_IS_DESC:
         w_ptrs = w + expert.to(tl.int64) * w_strides[0] + offs_w[None, :] * w_strides[2]
         w_ptrs += w_rows.to(tl.int64)[:, None] * w_strides[1]
-    if a_scale_ptr is not None:
-        a_scale_ptrs = a_scale_ptr + a_rows.to(tl.int64) * a_scale_strides[0]
-    if w_scale_ptr is not None:
-        w_scale_ptrs = scale_ptrs(w_scale_ptr, w_scale_strides, expert, w_rows, SCALE_N)
-        first = weight_rows(tile_n, 0, N, GATED, INTERLEAVED, BLOCK_N)
-        first_ptr = scale_ptrs(w_scale_ptr, w_scale_strides, expert, first, SCALE_N)
-        second = weight_rows(tile_n, COLUMNS // 2, N, GATED, INTERLEAVED, BLOCK_N)
-        second_ptr = scale_ptrs(w_scale_ptr, w_scale_strides, expert, second, SCALE_N)
+    if FINE and AHEAD:
+        next_scale = load_fine_scales(scales, expert, w_rows, 0, D, CODES, BLOCK_D)
 
-    acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    acc = tl.zeros((COLUMNS if NARROW else BLOCK_M, BLOCK_M if NARROW else COLUMNS), tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
         if A_IS_DESC:
             a_tile = a.load([first_row, d])
@@ -114,47 +130,32 @@ def _compute_tile(
             w_tile = tl.load(w_ptrs)
         else:
             w_tile = tl.load(w_ptrs, mask=offs_w[None, :] < (D - d) // PER_BYTE, other=0.0)
-        if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
-            a_tile = numbers(a_tile, 0.0, False, 0, tl.bfloat16)
-        if w_tile.dtype == tl.uint8:
-            scale = 0.0
-            if FINE:
-                block = d // SCALE_D + tl.arange(0, BLOCK_D // SCALE_D)[None, :]
-                ptrs = w_scale_ptrs[:, None] + block * w_scale_strides[2]
-                stored = tl.load(ptrs, mask=block * SCALE_D < D, other=0)
-                scale = decode_scale(stored, SCALE_TYPE)
-            w_tile = numbers(w_tile, scale, PACKED, SCALE_D if FINE else 0, a_tile.dtype)
-        a_tile, w_tile = widen(a_tile), widen(w_tile).T
-        if BLOCKWISE:
-            block = d // 128
-            if HALF_SHARES:
-                factor = tl.load(first_ptr + block * w_scale_strides[2])
-                other = tl.load(second_ptr + block * w_scale_strides[2])
-                factor = tl.where(column < COLUMNS // 2, factor, other)[None, :]
-            else:
-                factor = tl.load(w_scale_ptrs + block * w_scale_strides[2])[None, :]
-            if a_scale_ptr is not None:
-                factor *= tl.load(a_scale_ptrs + block * a_scale_strides[1])[:, None]
-            acc = tl.fma(tl.dot(a_tile, w_tile, input_precision=PRECISION), factor, acc)
-        elif PRECISION == "ieee" and a_tile.dtype == tl.float32:
-            # One chain of D additions would lose digits, so every step is summed by itself. An fma,
-            # since the compiler would merge a plain addition into the dot.
-            acc = tl.fma(tl.dot(a_tile, w_tile, input_precision=PRECISION), 1.0, acc)
-        else:
-            acc = tl.dot(a_tile, w_tile, acc, input_precision=PRECISION)
         if not A_IS_DESC:
             a_ptrs += BLOCK_D * a_strides[1]
         if not W_IS_DESC:
             w_ptrs += BLOCK_W * w_strides[2]
 
-    if w_scale_ptr is not None and SCALE_D == 0:
-        acc *= decode_scale(tl.load(w_scale_ptrs), SCALE_TYPE)[None, :]
-    if a_scale_ptr is not None and not BLOCKWISE:
-        acc *= tl.load(a_scale_ptrs)[:, None]
-    if w_global_ptr is not None:
-        half = w_rows // tl.cdiv(N * (COLUMNS // BLOCK_N), 2)
-        ptrs = w_global_ptr + expert * w_global_strides[0] + half * w_global_strides[1]
-        acc *= tl.load(ptrs)[None, :]
+        w_scale = None
+        if FINE and AHEAD:
+            w_scale = next_scale
+            next_scale = load_fine_scales(scales, expert, w_rows, d + BLOCK_D, D, CODES, BLOCK_D)
+        elif FINE:
+            w_scale = load_fine_scales(scales, expert, w_rows, d, D, CODES, BLOCK_D)
+        if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
+            a_tile = numbers(a_tile, None, PLAIN_CODES, tl.bfloat16)
+        if w_tile.dtype == tl.uint8:
+            w_tile = numbers(w_tile, w_scale, CODES, a_tile.dtype)
+        factor = None
+        if BLOCKWISE:
+            factor = block_factor(
+                scales, expert, a_rows, w_rows, d // 128, tile_n, N,
+                CODES, GATED, INTERLEAVED, NARROW, BLOCK_N,
+            )  # fmt: skip
+        acc = _add_product(acc, a_tile, w_tile, factor, PRECISION, NARROW)
+
+    if NARROW:
+        acc = acc.T
+    acc = apply_whole_scales(scales, acc, expert, a_rows, w_rows, N * (COLUMNS // BLOCK_N), CODES)
     finish_tile(
         problem, acc, expert, rows, in_expert, slots, tile_n,
         ACTIVATION, GATED, INTERLEAVED, ROW_WEIGHT, BLOCK_M, BLOCK_N,
@@ -166,9 +167,9 @@ def _grouped_gemm_kernel(
     out_ptr,  # (S, N)  written
     a,  # (T, D) if GATHER, else (S, D): pointer, or descriptor of (BLOCK_M, BLOCK_D) tiles
     a_half,  # the same with tiles of BLOCK_M // 2 rows
-    w,  # (E, N, D); GATED: (E, 2N, D); PACKED: D / 2 bytes: pointer, or descriptor of tiles
+    w,  # (E, N, D); GATED: (E, 2N, D); packed: D / 2 bytes: pointer, or descriptor of tiles
     a_scale_ptr,  # (1,), (rows of a,) or (rows of a, cdiv(D, 128)) fp32; or None
-    w_scale_ptr,  # (E, …), one for SCALE_N rows and SCALE_D columns of w; or None
+    w_scale_ptr,  # (E, …), one for some rows and columns of w; or None
     w_global_ptr,  # (E, halves) fp32, or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
@@ -179,11 +180,7 @@ def _grouped_gemm_kernel(
     w_global_strides, bias_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
-    PACKED: tl.constexpr,  # two codes in a byte of w
-    SCALE_TYPE: tl.constexpr,  # of w: "fp32", "e4m3", "e8m0"
-    SCALE_N: tl.constexpr, SCALE_D: tl.constexpr,  # rows and columns that share a scale; 0: all
-    A_SCALE_D: tl.constexpr,
-    HALF_SHARES: tl.constexpr,  # each half of a tile's columns has one scale in a step
+    CODES: tl.constexpr,  # what w and a are, if they are codes: `Codes`
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -212,8 +209,7 @@ def _grouped_gemm_kernel(
             tile = load_tile(tiles_ptr, tile_m)
             _compute_tile(
                 problem, scales, a, tile, tile_n,
-                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
-                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
@@ -224,16 +220,14 @@ def _grouped_gemm_kernel(
         if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
             _compute_tile(
                 problem, scales, a_half, tile, tile_n,
-                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
-                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M // 2, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         elif tile_m < num_tiles:
             _compute_tile(
                 problem, scales, a, tile, tile_n,
-                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT,
-                PACKED, SCALE_TYPE, SCALE_N, SCALE_D, A_SCALE_D, HALF_SHARES,
+                ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
@@ -297,7 +291,7 @@ def grouped_gemm(
         (0, 0) if bias is None else bias.stride(), alpha, limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,
         ROW_WEIGHT="none" if row_weight is None else "input" if weight_on_input else "output",
-        **scales.constants(columns // 2, N if halves else 0),
+        CODES=scales.codes(columns // 2, N if halves else 0),
         A_IS_DESC=a_tiles is not None, W_IS_DESC=w_tiles is not None, D_IS_LAST=w.stride(2) == 1,
         EVEN_D=D % tile.block_d == 0,
         PRECISION=fp32_precision(),

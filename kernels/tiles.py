@@ -86,18 +86,36 @@ FLOAT32 = (
 )
 INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
 
-# Of quantised weights: a tile's columns are the rows of the tensor cores' left operand, hence 64 or
-# 128 of them, and the depth goes by 128 as the widest scales do. Compiled, not measured.
-QUANTIZED = (
-    LayerTiles(Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3), 16),
-    LayerTiles(Tile(64, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3), 64),
-    LayerTiles(Tile(128, 64, 128, 8, 3), Tile(128, 64, 128, 8, 3)),
+# e4m3 times e4m3: half the bytes and twice the rate of bf16, so the depth goes by twice as much.
+HOPPER_FP8 = (
+    LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 4), 12),
+    LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
+    LayerTiles(Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), 100),
+    LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True)),
+)
+# With scales for 128 of the depth a step has sums of its own beside the total, hence half the tile.
+HOPPER_FP8_BLOCKS = (
+    LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 128, 128, 4, 6), 12),
+    LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
+    LayerTiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), 64),
+    LayerTiles(Tile(64, 64, 128, 4, 3, group_m=32), Tile(64, 128, 128, 4, 3, group_m=32)),
+)
+# Other codes become bf16 on the way, which takes more time than to load them: where there are few
+# rows, small programs are many at once; with more rows each number serves more of them.
+HOPPER_DECODED = (
+    LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 64, 128, 2, 4), 8),
+    LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4), 24),
+    LayerTiles(Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4), 64),
+    LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
 )
 QUANTIZED_PORTABLE = (
     LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2), 16),
     LayerTiles(Tile(64, 32, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
 )
 QUANTIZED_INTERPRETER = (LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2)),)
+QUANTIZED_HOPPER = {
+    "fp8": HOPPER_FP8, "fp8 blocks": HOPPER_FP8_BLOCKS, "decoded": HOPPER_DECODED
+}  # fmt: skip
 
 DESCRIBED = {"sm_90": HOPPER, "sm_100": HOPPER, "sm_103": HOPPER}
 INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
@@ -130,12 +148,18 @@ def choose_tiles(
     return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
 
 
+def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, ...]:
+    """The table for this GPU and what it does with codes: "fp8" multiplies e4m3 by e4m3, "fp8
+    blocks" with scales for 128 of the depth, "decoded" makes numbers of the weights' codes."""
+    name = architecture(device)
+    if name == "interpreter":
+        return QUANTIZED_INTERPRETER
+    return QUANTIZED_HOPPER[kind] if name in DESCRIBED else QUANTIZED_PORTABLE
+
+
 def choose_quantized_tiles(
-    device: torch.device, *, rows_per_expert: float, batch_invariant: bool = False
+    device: torch.device, kind: str, *, rows_per_expert: float, batch_invariant: bool = False
 ) -> LayerTiles:
     """The tiles for experts with quantised weights that get so many rows on average."""
     rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
-    name = architecture(device)
-    table = QUANTIZED if name in DESCRIBED else QUANTIZED_PORTABLE
-    table = QUANTIZED_INTERPRETER if name == "interpreter" else table
-    return next(t for t in table if rows <= t.max_rows)
+    return next(t for t in quantized_tile_table(device, kind) if rows <= t.max_rows)

@@ -20,90 +20,172 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from tmoe.kernels.casts import INTERPRETED, narrow
+from tmoe.kernels.gemm_tile import weight_rows
 from tmoe.kernels.rounding import decode_e2m1, decode_e4m3, decode_ue8m0, unpack
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """What a kernel is compiled for: where the codes are, and how far a scale reaches."""
+
+    packed: bool = False  # two codes in a byte of w
+    scale_type: str = "fp32"  # of w's scales as they are stored: "fp32", "e4m3", "e8m0"
+    rows: int = 0  # of w that share a scale; 0: all
+    columns: int = 0
+    a_columns: int = 0  # of a that share one; 0: the whole row, or all
+    half_shares: bool = False  # one scale serves half of a tile's columns for 128 of the depth
+
+    @property
+    def is_fine(self) -> bool:
+        return 0 < self.columns < 128
+
+    @property
+    def is_blockwise(self) -> bool:
+        return 128 in (self.columns, self.a_columns)
+
+
+PLAIN_CODES = tl.constexpr(Codes())
+
+
 @triton.jit
-def decode_scale(scale, TYPE: tl.constexpr):
-    """Scales as they are stored, fp32 or bytes, in fp32."""
-    if TYPE == "e4m3":
-        return decode_e4m3(scale)
-    elif TYPE == "e8m0":
-        return decode_ue8m0(scale.to(tl.int32))
+def _bf16_twice(scale, TYPE: tl.constexpr):
+    """Stored scales as bf16, in both halves of 32 bits. fp32 scales aren't fine."""
+    byte = scale.to(tl.uint32)
+    if TYPE == "e8m0":  # bf16 has its exponent; 2^-127 is subnormal there, and 255 means NaN
+        bits = tl.maximum(byte * 0x00800080, 0x00400040)
+        return bits + ((byte + 1) >> 8)
     else:
-        return scale
+        bits = decode_e4m3(scale).to(tl.bfloat16).to(tl.uint16, bitcast=True)
+        return bits.to(tl.uint32) * 0x00010001
 
 
 @triton.jit
-def scale_ptrs(w_scale_ptr, w_scale_strides, expert, w_rows, SCALE_N: tl.constexpr):
-    """Where the scales of weight rows start; SCALE_N of them share one, or, if 0, all do."""
-    scale_rows = w_rows // SCALE_N if SCALE_N > 0 else w_rows * 0
-    w_scale_ptr += expert.to(tl.int64) * w_scale_strides[0]
-    return w_scale_ptr + scale_rows.to(tl.int64) * w_scale_strides[1]
+def _scaled_pairs(packed, scales):
+    """Bytes of two e2m1 codes, and scales of `_bf16_twice` → 32 bits: two bf16, the first low.
 
-
-@triton.jit
-def _pairs(packed):
-    """Bytes of two e2m1 codes → 32 bits: both as bf16 times 2^-126, the first in the low half.
-
-    Nothing has to be worked out: e2m1's exponent and mantissa, moved to where bf16's two end, are
-    the number times 2^-126, since the biases differ by 126. That holds for the subnormal .5 too.
+    Magnitudes are looked up. `prmt` picks 4 of 8 bytes by 4 numbers of 3 bits, so the 8 magnitudes
+    0, .5, 1, 1.5, 2, 3, 4, 6 as bf16 are two tables, of the high bytes and of the low ones.
     """
     if cuda_capability_geq(8, 0):
-        # Four bytes at once. `prmt` moves a code to the top of each half, the rest is masked out.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 low, pair, magnitude;
-            shl.b32 low, $4, 4;
-            prmt.b32 pair, low, $4, 0x4000;
-            shr.b32 magnitude, pair, 6;
-            and.b32 magnitude, magnitude, 0x01C001C0;
-            lop3.b32 $0, pair, 0x80008000, magnitude, 0xEA;
-            prmt.b32 pair, low, $4, 0x5111;
-            shr.b32 magnitude, pair, 6;
-            and.b32 magnitude, magnitude, 0x01C001C0;
-            lop3.b32 $1, pair, 0x80008000, magnitude, 0xEA;
-            prmt.b32 pair, low, $4, 0x6222;
-            shr.b32 magnitude, pair, 6;
-            and.b32 magnitude, magnitude, 0x01C001C0;
-            lop3.b32 $2, pair, 0x80008000, magnitude, 0xEA;
-            prmt.b32 pair, low, $4, 0x7333;
-            shr.b32 magnitude, pair, 6;
-            and.b32 magnitude, magnitude, 0x01C001C0;
-            lop3.b32 $3, pair, 0x80008000, magnitude, 0xEA;
+            .reg .b32 high_table, low_table, first, index, sign, high, low, pair;
+            mov.b32 high_table, 0x3F3F3F00;
+            mov.b32 low_table, 0xC0800000;
+            shl.b32 first, $4, 4;               // first codes of each byte, at its top
+            and.b32 index, $4, 0x77777777;
+            prmt.b32 sign, first, $4, 0x5140;   // codes 0 to 3, each at the top of a byte
+            prmt.b32 high, high_table, 0x40404040, index;
+            prmt.b32 low, low_table, 0xC0804000, index;
+            lop3.b32 high, sign, 0x80808080, high, 0xEA;  // (sign & 0x80..) | high
+            prmt.b32 pair, low, high, 0x5140;
+            mul.bf16x2 $0, pair, $5;
+            prmt.b32 pair, low, high, 0x7362;
+            mul.bf16x2 $1, pair, $6;
+            shr.b32 index, index, 16;
+            prmt.b32 sign, first, $4, 0x7362;   // codes 4 to 7
+            prmt.b32 high, high_table, 0x40404040, index;
+            prmt.b32 low, low_table, 0xC0804000, index;
+            lop3.b32 high, sign, 0x80808080, high, 0xEA;
+            prmt.b32 pair, low, high, 0x5140;
+            mul.bf16x2 $2, pair, $7;
+            prmt.b32 pair, low, high, 0x7362;
+            mul.bf16x2 $3, pair, $8;
             }""",
-            "=r,=r,=r,=r,r",
-            [packed],
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [packed, scales],
             dtype=tl.uint32,
             is_pure=True,
             pack=4,
         )
     else:
-        both = packed.to(tl.uint32)
-        both = (both | (both << 12)) & 0x000F000F  # a code at the bottom of each half
-        return ((both << 12) & 0x80008000) | ((both << 6) & 0x01C001C0)
+        scale = (scales << 16).to(tl.float32, bitcast=True)
+        first = decode_e2m1(packed.to(tl.int32) & 15) * scale  # exact in bf16: the rest is 0
+        second = decode_e2m1(packed.to(tl.int32) >> 4) * scale
+        second = second.to(tl.uint32, bitcast=True) & 0xFFFF0000
+        return (first.to(tl.uint32, bitcast=True) >> 16) | second
 
 
 @triton.jit
-def numbers(codes, scale, PACKED: tl.constexpr, SCALE_D: tl.constexpr, dtype: tl.constexpr):
-    """Bytes [n, m] of an e4m3 code, or PACKED of two e2m1 codes → [n, m or 2m] of `dtype`; times
-    their scales [n, … / SCALE_D], fp32, if SCALE_D > 0."""
+def numbers(codes, scale, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Bytes [n, m] of an e4m3 code, or of two e2m1 codes → [n, m or 2m] of `dtype`, times fine
+    scales as they are stored, if there are some."""
     n: tl.constexpr = codes.shape[0]
-    depth: tl.constexpr = codes.shape[1] * (2 if PACKED else 1)
-    if PACKED and dtype == tl.bfloat16 and not INTERPRETED:
-        pairs = _pairs(codes)
-        low = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        x = tl.reshape(tl.join(low, high), (n, depth)) * tl.full((), 2.0**126, tl.bfloat16)
-        scale = scale.to(tl.bfloat16)
-    elif PACKED:
-        x = decode_e2m1(unpack(codes))
+    m: tl.constexpr = codes.shape[1]
+    depth: tl.constexpr = m * (2 if CODES.packed else 1)
+    blocks: tl.constexpr = depth // CODES.columns if CODES.is_fine else 1
+    TYPE: tl.constexpr = CODES.scale_type
+    if CODES.packed and dtype == tl.bfloat16 and not INTERPRETED:
+        scale = _bf16_twice(scale, TYPE)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (n, blocks, m // blocks)), (n, m))
+        pairs = _scaled_pairs(codes, scale)
+        first = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        second = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        x = tl.reshape(tl.join(first, second), (n, depth))
     else:
-        x = decode_e4m3(codes)
-    if SCALE_D > 0:
-        x = tl.reshape(x, (n, depth // SCALE_D, SCALE_D)) * scale[:, :, None]
-        x = tl.reshape(x, (n, depth))
+        x = decode_e2m1(unpack(codes)) if CODES.packed else decode_e4m3(codes)
+        if CODES.is_fine:
+            scale = decode_ue8m0(scale.to(tl.int32)) if TYPE == "e8m0" else decode_e4m3(scale)
+            x = tl.reshape(x, (n, blocks, depth // blocks)) * scale[:, :, None]
+            x = tl.reshape(x, (n, depth))
     return narrow(x, dtype)
+
+
+@triton.jit
+def _w_scale_ptrs(scales, expert, w_rows, CODES: tl.constexpr):
+    """Where the scales of weight rows start."""
+    ptr, strides = scales[1], scales[4]
+    scale_rows = w_rows // CODES.rows if CODES.rows > 0 else w_rows * 0
+    return ptr + expert.to(tl.int64) * strides[0] + scale_rows.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_fine_scales(scales, expert, w_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[COLUMNS, BLOCK_D / 32 or 16], as they are stored, from depth d on."""
+    offs = tl.arange(0, BLOCK_D // CODES.columns)[None, :]
+    ptrs = _w_scale_ptrs(scales, expert, w_rows, CODES)[:, None]
+    ptrs += (d // CODES.columns + offs) * scales[4][2]
+    return tl.load(ptrs, mask=offs * CODES.columns < D - d, other=0)
+
+
+@triton.jit
+def block_factor(
+    scales, expert, a_rows, w_rows, block, tile_n, N,
+    CODES: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, COLUMNS]: a's scales times w's, for block number `block` of the depth."""
+    COLUMNS: tl.constexpr = w_rows.shape[0]
+    offset = block * scales[4][2]
+    if CODES.half_shares:  # two loads instead of COLUMNS
+        first = weight_rows(tile_n, 0, N, GATED, INTERLEAVED, BLOCK_N)
+        second = weight_rows(tile_n, COLUMNS // 2, N, GATED, INTERLEAVED, BLOCK_N)
+        first = tl.load(_w_scale_ptrs(scales, expert, first, CODES) + offset)
+        second = tl.load(_w_scale_ptrs(scales, expert, second, CODES) + offset)
+        of_w = tl.where(tl.arange(0, COLUMNS) < COLUMNS // 2, first, second)
+    else:
+        of_w = tl.load(_w_scale_ptrs(scales, expert, w_rows, CODES) + offset)
+    factor = of_w[:, None] if NARROW else of_w[None, :]
+    if scales[0] is not None:
+        strides = scales[3]
+        of_a = tl.load(scales[0] + a_rows.to(tl.int64) * strides[0] + block * strides[1])
+        factor *= of_a[None, :] if NARROW else of_a[:, None]
+    return factor
+
+
+@triton.jit
+def apply_whole_scales(scales, acc, expert, a_rows, w_rows, num_w_rows, CODES: tl.constexpr):
+    """The sums [BLOCK_M, COLUMNS] times the scales that reach along all of the depth."""
+    a_scale_ptr, w_scale_ptr, w_global_ptr, a_strides, _w_strides, global_strides = scales
+    if w_scale_ptr is not None and CODES.columns == 0:
+        acc *= tl.load(_w_scale_ptrs(scales, expert, w_rows, CODES))[None, :]
+    if a_scale_ptr is not None and not CODES.is_blockwise:
+        acc *= tl.load(a_scale_ptr + a_rows.to(tl.int64) * a_strides[0])[:, None]
+    if w_global_ptr is not None:
+        half = w_rows // tl.cdiv(num_w_rows, 2)
+        ptrs = w_global_ptr + expert * global_strides[0] + half * global_strides[1]
+        acc *= tl.load(ptrs)[None, :]
+    return acc
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +218,18 @@ class Scales:
         of_all = () if of_all is None or of_all.numel() == 1 else of_all.stride()
         return (*of_rows, 0, 0)[:2], (*of_weight, 0, 0, 0)[:3], (*of_all, 0, 0)[:2]
 
-    def constants(self, half: int, up: int) -> dict[str, object]:
+    def codes(self, half: int, up: int) -> Codes:
         """`half` of a tile's columns are consecutive rows of w, the other half too, or is `up` rows
         further down."""
         types = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}
-        return {
-            "PACKED": self.packed,
-            "SCALE_TYPE": "fp32" if self.weight is None else types.get(self.weight.dtype, "fp32"),
-            "SCALE_N": self.weight_rows,
-            "SCALE_D": self.weight_columns,
-            "A_SCALE_D": 128 if self.rows is not None and self.rows.ndim == 2 else 0,
-            "HALF_SHARES": self.weight_rows % half == 0 and up % half == 0,
-        }
+        return Codes(
+            packed=self.packed,
+            scale_type="fp32" if self.weight is None else types.get(self.weight.dtype, "fp32"),
+            rows=self.weight_rows,
+            columns=self.weight_columns,
+            a_columns=128 if self.rows is not None and self.rows.ndim == 2 else 0,
+            half_shares=0 < self.weight_rows and self.weight_rows % half == 0 and up % half == 0,
+        )
 
 
 PLAIN = Scales()

@@ -11,12 +11,14 @@ import tmoe
 from tests.checking import assert_matches
 from tmoe.kernels.activation_ref import activate_ref
 from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.quantize_ref import decode_e2m1_ref, decode_ue8m0_ref
 from tmoe.kernels.sort import sort_tokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import Scales
 
 E, T, K = 3, 7, 2
 TILE = Tile(16, 32, 128, 4, 2)
+TILES = [TILE, Tile(8, 32, 64, 2, 2), Tile(64, 64, 64, 4, 3)]
 BLOCKS = {"block_shape": (128, 128)}
 WEIGHTS = {
     "fp8_tensor": ({}, {}),
@@ -29,9 +31,9 @@ WEIGHTS = {
 SHAPES = [(40, 160), (32, 128), (200, 96), (17, 272)]  # N, D
 
 
-def make_order(device):
+def make_order(device, tile=TILE):
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(device)
-    return sort_tokens(ids, num_experts=E, block_m=TILE.block_m)
+    return sort_tokens(ids, num_experts=E, block_m=tile.block_m)
 
 
 def truth(a, w, order):
@@ -46,17 +48,19 @@ def check(out, want, naive):
     assert out.norm() > 0.9 * want.norm()
 
 
+@pytest.mark.parametrize("tile", TILES[:2], ids=["16", "8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("N, D", SHAPES, ids=str)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_quantised_weights(name, N, D, dtype, device):
+def test_quantised_weights(name, N, D, dtype, tile, device):
+    """Tiles of 8 rows stand on the right: too few for the left operand of tensor cores."""
     options, layout = WEIGHTS[name]
-    order = make_order(device)
+    order = make_order(device, tile)
     a = torch.randn(T, D, device=device).to(dtype)
     w = tmoe.quantize(torch.randn(E, N, D, device=device), name, **options)
     out = torch.empty(T * K, N, device=device)
     scales = Scales(w.scale, weight_global=w.global_scale, **layout)
-    grouped_gemm(out, a, w.data, order, TILE, scales=scales, gather=True)
+    grouped_gemm(out, a, w.data, order, tile, scales=scales, gather=True)
     values = w.dequantize()
     check(out, truth(a, values, order), truth(a, values.to(dtype), order))
 
@@ -102,6 +106,37 @@ def test_gate_and_up_with_halves_of_their_own(interleaved, device):
     gate, up = (y[:, ::2], y[:, 1::2]) if interleaved else y.chunk(2, -1)
     want = activate_ref(gate, up, name="swiglu") * weight.double()[slot, None]
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5 * math.sqrt(D))
+
+
+def every_scale(name, device):
+    """An expert whose row n has scale byte n and, over and over, all 16 codes."""
+    columns = {"mxfp4": 32, "nvfp4": 16}[name]
+    data = torch.arange(16, dtype=torch.uint8, device=device)
+    data = (data[::2] | data[1::2] << 4).repeat(1, 256, 64 // 16)
+    scale = torch.arange(256, dtype=torch.uint8, device=device).repeat(64 // columns, 1).T[None]
+    return data, scale.contiguous()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_every_code_under_every_scale(name, tile, device):
+    """Rows that are 1 at one place bring the weights to light: exact in bf16, NaN where one is."""
+    data, scale = every_scale(name, device)
+    if name == "nvfp4":
+        scale = scale.view(torch.float8_e4m3fn)
+    a = torch.eye(64, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(64, 1, dtype=torch.int64, device=device)
+    order = sort_tokens(ids, num_experts=1, block_m=tile.block_m)
+    out = torch.empty(64, 256, device=device)
+    scales = Scales(scale, **WEIGHTS[name][1])
+    grouped_gemm(out, a, data, order, tile, scales=scales, gather=True)
+    value = decode_e2m1_ref(data[0, 0])  # of column d
+    factor = decode_ue8m0_ref(scale[0, :, 0]) if name == "mxfp4" else scale[0, :, 0].float()
+    want = value[:, None] * factor
+    want[:, ~((6 * factor).isfinite())] = math.nan  # 0 · inf, in a sum
+    small = (want != 0) & (want.abs() < 2.0**-126)  # matmul units may take it for 0
+    torch.testing.assert_close(out[~small], want[~small], rtol=0, atol=0, equal_nan=True)
+    assert ((out == want) | (out == 0))[small].all()
 
 
 def test_poisoned_padding(device):

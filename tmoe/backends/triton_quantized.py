@@ -44,6 +44,7 @@ def quantized_experts(
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
     tiles = choose_quantized_tiles(
         x.device,
+        _kind(gate_up_proj, inputs),
         rows_per_expert=S / spec.num_experts,
         batch_invariant=current().batch_invariant,
     )
@@ -95,7 +96,10 @@ def quantized_grouped_gemm(
     S, (E, N, _) = a.shape[0], b.shape
     expert_offsets, inputs = expert_offsets.contiguous(), SCHEMES[scheme].inputs
     tile = choose_quantized_tiles(
-        a.device, rows_per_expert=S / E, batch_invariant=current().batch_invariant
+        a.device,
+        _kind(b, inputs),
+        rows_per_expert=S / E,
+        batch_invariant=current().batch_invariant,
     ).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
     y = a.new_empty(S, N) if out is None else out
@@ -146,6 +150,13 @@ def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tenso
 def _is_of_all(recipe: Recipe) -> bool:
     """Whether one scale serves all rows."""
     return recipe.format.has_global_scale or block_of(recipe.block_shape) == "tensor"
+
+
+def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
+    """Of multiplication, as the tile tables call it."""
+    if inputs is None or inputs.format.scale is not FLOAT32:
+        return "decoded"
+    return "fp8 blocks" if weight.block_shape == (128, 128) else "fp8"
 
 
 def _scales(weight: QuantizedTensor, of_rows: Tensor | None) -> Scales:
