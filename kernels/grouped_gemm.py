@@ -10,8 +10,9 @@ projections of a layer:
               activates the result before it stores: the (S, 2I) product never reaches memory.
     down      the routing weight is applied in fp32 before the row's one rounding.
 
-Weights, and rows too, may be codes with scales: e4m3 times e4m3 is multiplied as it is; other codes
-become numbers of a's type after they are loaded (`weight_codes.py`).
+Weights, and rows too, may be codes with scales. What the matmul units know is multiplied as it is:
+e4m3 times e4m3, or block-scaled codes together with their scales; other codes become numbers of a's
+type after they are loaded (`weight_codes.py`).
 
 Sums run in fp32 along D in steps of BLOCK_D, so a row's bits depend on the tile, not on the rows
 beside it. S rows, E experts, N output columns, D depth (contracted).
@@ -44,8 +45,10 @@ from tmoe.kernels.weight_codes import (
     PLAIN,
     PLAIN_CODES,
     Scales,
+    add_block_scaled,
     apply_whole_scales,
     block_factor,
+    load_a_scales,
     load_fine_scales,
     numbers,
 )
@@ -82,13 +85,15 @@ def _compute_tile(
     stride_out, a_strides, w_strides, bias_strides = problem[1]
     COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)  # weight rows that the tile multiplies by
     PER_BYTE: tl.constexpr = 2 if CODES.packed else 1
+    A_PER_BYTE: tl.constexpr = 2 if CODES.a_packed else 1
     BLOCK_W: tl.constexpr = BLOCK_D // PER_BYTE
+    BLOCK_A: tl.constexpr = BLOCK_D // A_PER_BYTE
     FINE: tl.constexpr = CODES.is_fine
     BLOCKWISE: tl.constexpr = CODES.is_blockwise
     NARROW: tl.constexpr = BLOCK_M < 16  # too few rows for the tensor cores' left operand
     # Scales are loaded a step ahead, but for few rows, where that costs a detour of all numbers
     # through shared memory; with many they take it anyway.
-    AHEAD: tl.constexpr = BLOCK_M >= 64
+    AHEAD: tl.constexpr = BLOCK_M >= 64 and not CODES.block_scaled
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
     slots = rows
@@ -98,9 +103,9 @@ def _compute_tile(
     # Rows past the expert's end and columns past N are computed from valid ones, never stored.
     a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
     w_rows = weight_rows(tile_n, tl.arange(0, COLUMNS), N, GATED, INTERLEAVED, BLOCK_N)
-    offs_d, offs_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    offs_a, offs_w = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_W)
     if not A_IS_DESC:
-        a_ptrs = a + a_rows.to(tl.int64)[:, None] * a_strides[0] + offs_d[None, :] * a_strides[1]
+        a_ptrs = a + a_rows.to(tl.int64)[:, None] * a_strides[0] + offs_a[None, :] * a_strides[1]
     if not W_IS_DESC:
         w_ptrs = w + expert.to(tl.int64) * w_strides[0] + offs_w[None, :] * w_strides[2]
         w_ptrs += w_rows.to(tl.int64)[:, None] * w_strides[1]
@@ -110,11 +115,11 @@ def _compute_tile(
     acc = tl.zeros((COLUMNS if NARROW else BLOCK_M, BLOCK_M if NARROW else COLUMNS), tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
         if A_IS_DESC:
-            a_tile = a.load([first_row, d])
+            a_tile = a.load([first_row, d // A_PER_BYTE])
         elif EVEN_D:
             a_tile = tl.load(a_ptrs)
         else:
-            a_tile = tl.load(a_ptrs, mask=offs_d[None, :] < D - d, other=0.0)
+            a_tile = tl.load(a_ptrs, mask=offs_a[None, :] < (D - d) // A_PER_BYTE, other=0.0)
         if W_IS_DESC:
             if D_IS_LAST and GATED and not INTERLEAVED:
                 w_tile = w.load([expert, 0, tile_n * BLOCK_N, d // PER_BYTE])
@@ -131,7 +136,7 @@ def _compute_tile(
         else:
             w_tile = tl.load(w_ptrs, mask=offs_w[None, :] < (D - d) // PER_BYTE, other=0.0)
         if not A_IS_DESC:
-            a_ptrs += BLOCK_D * a_strides[1]
+            a_ptrs += BLOCK_A * a_strides[1]
         if not W_IS_DESC:
             w_ptrs += BLOCK_W * w_strides[2]
 
@@ -141,17 +146,21 @@ def _compute_tile(
             next_scale = load_fine_scales(scales, expert, w_rows, d + BLOCK_D, D, CODES, BLOCK_D)
         elif FINE:
             w_scale = load_fine_scales(scales, expert, w_rows, d, D, CODES, BLOCK_D)
-        if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
-            a_tile = numbers(a_tile, None, PLAIN_CODES, tl.bfloat16)
-        if w_tile.dtype == tl.uint8:
-            w_tile = numbers(w_tile, w_scale, CODES, a_tile.dtype)
-        factor = None
-        if BLOCKWISE:
-            factor = block_factor(
-                scales, expert, a_rows, w_rows, d // 128, tile_n, N,
-                CODES, GATED, INTERLEAVED, NARROW, BLOCK_N,
-            )  # fmt: skip
-        acc = _add_product(acc, a_tile, w_tile, factor, PRECISION, NARROW)
+        if CODES.block_scaled:
+            a_scale = load_a_scales(scales, a_rows, d, D, CODES, BLOCK_D)
+            acc = add_block_scaled(acc, a_tile, a_scale, w_tile, w_scale, CODES)
+        else:
+            if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
+                a_tile = numbers(a_tile, None, PLAIN_CODES, tl.bfloat16)
+            if w_tile.dtype == tl.uint8:
+                w_tile = numbers(w_tile, w_scale, CODES, a_tile.dtype)
+            factor = None
+            if BLOCKWISE:
+                factor = block_factor(
+                    scales, expert, a_rows, w_rows, d // 128, tile_n, N,
+                    CODES, GATED, INTERLEAVED, NARROW, BLOCK_N,
+                )  # fmt: skip
+            acc = _add_product(acc, a_tile, w_tile, factor, PRECISION, NARROW)
 
     if NARROW:
         acc = acc.T
@@ -171,13 +180,14 @@ def _grouped_gemm_kernel(
     a_scale_ptr,  # (1,), (rows of a,) or (rows of a, cdiv(D, 128)) fp32; or None
     w_scale_ptr,  # (E, …), one for some rows and columns of w; or None
     w_global_ptr,  # (E, halves) fp32, or None
+    a_blocks_ptr,  # (rows of a, …), as w_scale, or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
     max_tiles, N, D, top_k, stride_out, a_strides, w_strides, a_scale_strides, w_scale_strides,
-    w_global_strides, bias_strides, alpha, limit,
+    w_global_strides, a_blocks_strides, bias_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
     CODES: tl.constexpr,  # what w and a are, if they are codes: `Codes`
@@ -198,7 +208,8 @@ def _grouped_gemm_kernel(
         (stride_out, a_strides, w_strides, bias_strides),
     )
     scales = (
-        a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides
+        a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides,
+        a_blocks_ptr, a_blocks_strides,
     )  # fmt: skip
     num_tiles = tl.load(num_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -262,9 +273,10 @@ def grouped_gemm(
     from expert_offsets[E] on are not written.
 
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
-    or, if w is, float8_e4m3fn, and `out` of any float dtype.
+    or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
+    codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed.
     """
-    N, D = out.shape[1], a.shape[1]
+    N, D = out.shape[1], a.shape[1] * (2 if scales.a_packed else 1)
     max_tiles = order.tiles.shape[0]
     programs = max_tiles * cdiv(N, tile.block_n)
     if programs == 0:
@@ -272,17 +284,19 @@ def grouped_gemm(
     columns = tile.block_n * (2 if gated else 1)
     if tile.persistent:
         programs = min(programs, num_multiprocessors(out.device))
-    if scales.weight is not None and (a.dtype != w.dtype or not multiplies_fp8(out.device)):
-        w = w.view(torch.uint8)  # codes to be decoded
-        a = a.view(torch.uint8) if a.dtype == torch.float8_e4m3fn else a
+    if scales.weight is not None and scales.row_blocks is None:
+        if a.dtype != w.dtype or not multiplies_fp8(out.device):
+            w = w.view(torch.uint8)  # codes to be decoded
+            a = a.view(torch.uint8) if a.dtype == torch.float8_e4m3fn else a
     block_w = tile.block_d // (2 if scales.packed else 1)
+    block_a = tile.block_d // (2 if scales.a_packed else 1)
     halves = gated and not interleaved
     tma = supports_tma(out.device)
     w_tiles = describe_weights(w, columns, block_w, halves=halves) if tma else None
-    a_tiles = describe_rows(a, tile.block_m, tile.block_d) if tma and not gather else None
+    a_tiles = describe_rows(a, tile.block_m, block_a) if tma and not gather else None
     a_halves = a_tiles
     if a_tiles is not None and tile.halves_tails:
-        a_halves = describe_rows(a, tile.block_m // 2, tile.block_d)
+        a_halves = describe_rows(a, tile.block_m // 2, block_a)
     _grouped_gemm_kernel[(programs,)](
         out, a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,

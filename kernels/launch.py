@@ -58,6 +58,13 @@ def multiplies_fp8(device: torch.device) -> bool:
     return is_new_nvidia or name in ("interpreter", "gfx950")
 
 
+@cache
+def multiplies_block_scaled(device: torch.device) -> bool:
+    """Whether they take codes together with the scales of their blocks: MX formats and NVFP4."""
+    name = architecture(device)
+    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 100
+
+
 def supports_tma(device: torch.device) -> bool:
     """Whether tiles can be loaded through tensor descriptors; the interpreter can too."""
     return architecture(device) == "interpreter" or _is_hopper_or_newer(device)

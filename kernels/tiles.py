@@ -108,14 +108,23 @@ HOPPER_DECODED = (
     LayerTiles(Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4), 64),
     LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
 )
+# Block-scaled units of compute capability 10 multiply 128 rows at a time. Compiled, not measured.
+BLACKWELL_SCALED = (
+    LayerTiles(
+        Tile(128, 64, 128, 4, 3, persistent=True), Tile(128, 128, 128, 4, 3, persistent=True)
+    ),
+)
 QUANTIZED_PORTABLE = (
     LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2), 16),
     LayerTiles(Tile(64, 32, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
 )
 QUANTIZED_INTERPRETER = (LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2)),)
 QUANTIZED_HOPPER = {
-    "fp8": HOPPER_FP8, "fp8 blocks": HOPPER_FP8_BLOCKS, "decoded": HOPPER_DECODED
-}  # fmt: skip
+    "fp8": HOPPER_FP8,
+    "fp8 blocks": HOPPER_FP8_BLOCKS,
+    "decoded": HOPPER_DECODED,
+    "block-scaled": BLACKWELL_SCALED,
+}
 
 DESCRIBED = {"sm_90": HOPPER, "sm_100": HOPPER, "sm_103": HOPPER}
 INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
@@ -150,7 +159,8 @@ def choose_tiles(
 
 def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, ...]:
     """The table for this GPU and what it does with codes: "fp8" multiplies e4m3 by e4m3, "fp8
-    blocks" with scales for 128 of the depth, "decoded" makes numbers of the weights' codes."""
+    blocks" with scales for 128 of the depth, "block-scaled" codes with their scales, "decoded"
+    makes numbers of the weights' codes."""
     name = architecture(device)
     if name == "interpreter":
         return QUANTIZED_INTERPRETER

@@ -29,11 +29,22 @@ class Codes:
     """What a kernel is compiled for: where the codes are, and how far a scale reaches."""
 
     packed: bool = False  # two codes in a byte of w
+    a_packed: bool = False  # and in a byte of a
+    block_scaled: bool = False  # both are multiplied as codes, together with their fine scales
     scale_type: str = "fp32"  # of w's scales as they are stored: "fp32", "e4m3", "e8m0"
     rows: int = 0  # of w that share a scale; 0: all
     columns: int = 0
     a_columns: int = 0  # of a that share one; 0: the whole row, or all
     half_shares: bool = False  # one scale serves half of a tile's columns for 128 of the depth
+    global_halves: bool = False  # the second half of an expert's rows has a global scale of its own
+
+    @property
+    def element(self) -> str:
+        return "e2m1" if self.packed else "e4m3"
+
+    @property
+    def a_element(self) -> str:
+        return "e2m1" if self.a_packed else "e4m3"
 
     @property
     def is_fine(self) -> bool:
@@ -69,9 +80,10 @@ def _scaled_pairs(packed, scales):
     if cuda_capability_geq(8, 0):
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 high_table, low_table, first, index, sign, high, low, pair;
+            .reg .b32 high_table, low_table, zero, first, index, sign, high, low, pair;
             mov.b32 high_table, 0x3F3F3F00;
             mov.b32 low_table, 0xC0800000;
+            mov.b32 zero, 0x80008000;           // -0, which changes no product; mul needs sm_90
             shl.b32 first, $4, 4;               // first codes of each byte, at its top
             and.b32 index, $4, 0x77777777;
             prmt.b32 sign, first, $4, 0x5140;   // codes 0 to 3, each at the top of a byte
@@ -79,18 +91,18 @@ def _scaled_pairs(packed, scales):
             prmt.b32 low, low_table, 0xC0804000, index;
             lop3.b32 high, sign, 0x80808080, high, 0xEA;  // (sign & 0x80..) | high
             prmt.b32 pair, low, high, 0x5140;
-            mul.bf16x2 $0, pair, $5;
+            fma.rn.bf16x2 $0, pair, $5, zero;
             prmt.b32 pair, low, high, 0x7362;
-            mul.bf16x2 $1, pair, $6;
+            fma.rn.bf16x2 $1, pair, $6, zero;
             shr.b32 index, index, 16;
             prmt.b32 sign, first, $4, 0x7362;   // codes 4 to 7
             prmt.b32 high, high_table, 0x40404040, index;
             prmt.b32 low, low_table, 0xC0804000, index;
             lop3.b32 high, sign, 0x80808080, high, 0xEA;
             prmt.b32 pair, low, high, 0x5140;
-            mul.bf16x2 $2, pair, $7;
+            fma.rn.bf16x2 $2, pair, $7, zero;
             prmt.b32 pair, low, high, 0x7362;
-            mul.bf16x2 $3, pair, $8;
+            fma.rn.bf16x2 $3, pair, $8, zero;
             }""",
             "=r,=r,=r,=r,r,r,r,r,r",
             [packed, scales],
@@ -132,6 +144,17 @@ def numbers(codes, scale, CODES: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_block_scaled(acc, a, a_scale, w, w_scale, CODES: tl.constexpr):
+    """acc + a · wᵀ, of codes and the scales of their blocks, in one instruction of the hardware."""
+    A_TYPE: tl.constexpr = CODES.a_element
+    W_TYPE: tl.constexpr = CODES.element
+    if CODES.scale_type == "e4m3":
+        a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
+        w_scale = w_scale.to(tl.float8e4nv, bitcast=True)
+    return tl.dot_scaled(a, a_scale, A_TYPE, w.T, w_scale, W_TYPE, acc)
+
+
+@triton.jit
 def _w_scale_ptrs(scales, expert, w_rows, CODES: tl.constexpr):
     """Where the scales of weight rows start."""
     ptr, strides = scales[1], scales[4]
@@ -140,12 +163,24 @@ def _w_scale_ptrs(scales, expert, w_rows, CODES: tl.constexpr):
 
 
 @triton.jit
-def load_fine_scales(scales, expert, w_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[COLUMNS, BLOCK_D / 32 or 16], as they are stored, from depth d on."""
+def _load_fine(ptrs, stride, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
     offs = tl.arange(0, BLOCK_D // CODES.columns)[None, :]
-    ptrs = _w_scale_ptrs(scales, expert, w_rows, CODES)[:, None]
-    ptrs += (d // CODES.columns + offs) * scales[4][2]
+    ptrs = ptrs[:, None] + (d // CODES.columns + offs) * stride
     return tl.load(ptrs, mask=offs * CODES.columns < D - d, other=0)
+
+
+@triton.jit
+def load_fine_scales(scales, expert, w_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of w [COLUMNS, BLOCK_D / 32 or 16], as they are stored, from depth d on."""
+    ptrs = _w_scale_ptrs(scales, expert, w_rows, CODES)
+    return _load_fine(ptrs, scales[4][2], d, D, CODES, BLOCK_D)
+
+
+@triton.jit
+def load_a_scales(scales, a_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of a [BLOCK_M, BLOCK_D / 32 or 16]."""
+    ptrs = scales[6] + a_rows.to(tl.int64) * scales[7][0]
+    return _load_fine(ptrs, scales[7][1], d, D, CODES, BLOCK_D)
 
 
 @triton.jit
@@ -176,15 +211,20 @@ def block_factor(
 @triton.jit
 def apply_whole_scales(scales, acc, expert, a_rows, w_rows, num_w_rows, CODES: tl.constexpr):
     """The sums [BLOCK_M, COLUMNS] times the scales that reach along all of the depth."""
-    a_scale_ptr, w_scale_ptr, w_global_ptr, a_strides, _w_strides, global_strides = scales
-    if w_scale_ptr is not None and CODES.columns == 0:
+    a_scale_ptr, w_scale_ptr, w_global_ptr, a_strides, _w_strides, global_strides = scales[:6]
+    if w_scale_ptr is not None and CODES.columns == 0 and CODES.rows == 0:
+        acc *= tl.load(_w_scale_ptrs(scales, expert, expert, CODES))
+    elif w_scale_ptr is not None and CODES.columns == 0:
         acc *= tl.load(_w_scale_ptrs(scales, expert, w_rows, CODES))[None, :]
     if a_scale_ptr is not None and not CODES.is_blockwise:
         acc *= tl.load(a_scale_ptr + a_rows.to(tl.int64) * a_strides[0])[:, None]
     if w_global_ptr is not None:
-        half = w_rows // tl.cdiv(num_w_rows, 2)
-        ptrs = w_global_ptr + expert * global_strides[0] + half * global_strides[1]
-        acc *= tl.load(ptrs)[None, :]
+        w_global_ptr += expert * global_strides[0]
+        factor = tl.load(w_global_ptr)
+        if CODES.global_halves:
+            second = tl.load(w_global_ptr + global_strides[1])
+            factor = tl.where(w_rows < tl.cdiv(num_w_rows, 2), factor, second)[None, :]
+        acc *= factor
     return acc
 
 
@@ -198,14 +238,18 @@ class Scales:
     weight_global: Tensor | None = None  # fp32, one number, (E,) or (E, halves of the rows)
     rows: Tensor | None = None  # of a: fp32 (), (rows,) or, of codes, (rows, cdiv(D, 128))
     packed: bool = False  # two codes in a byte of w
+    row_blocks: Tensor | None = None  # of a's codes if w's scales are fine: stored as w's are
+    a_packed: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of a and of w, and the global ones, in the kernel's order."""
-        stored = self.weight
+        """Of a, w, all of w, and a's blocks, in the kernel's order."""
+        stored, blocks = self.weight, self.row_blocks
         if stored is not None and stored.dtype != torch.float32:
             stored = stored.view(torch.uint8)
-        return self.rows, stored, self.weight_global
+        if blocks is not None:
+            blocks = blocks.view(torch.uint8)
+        return self.rows, stored, self.weight_global, blocks
 
     @property
     def strides(self) -> tuple[tuple[int, ...], ...]:
@@ -216,7 +260,8 @@ class Scales:
             of_weight = (of_weight[0], 0, of_weight[1])
         of_all = self.weight_global
         of_all = () if of_all is None or of_all.numel() == 1 else of_all.stride()
-        return (*of_rows, 0, 0)[:2], (*of_weight, 0, 0, 0)[:3], (*of_all, 0, 0)[:2]
+        of_blocks = (0, 0) if self.row_blocks is None else self.row_blocks.stride()
+        return (*of_rows, 0, 0)[:2], (*of_weight, 0, 0, 0)[:3], (*of_all, 0, 0)[:2], of_blocks
 
     def codes(self, half: int, up: int) -> Codes:
         """`half` of a tile's columns are consecutive rows of w, the other half too, or is `up` rows
@@ -224,10 +269,13 @@ class Scales:
         types = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}
         return Codes(
             packed=self.packed,
+            a_packed=self.a_packed,
+            block_scaled=self.row_blocks is not None,
             scale_type="fp32" if self.weight is None else types.get(self.weight.dtype, "fp32"),
             rows=self.weight_rows,
             columns=self.weight_columns,
             a_columns=128 if self.rows is not None and self.rows.ndim == 2 else 0,
+            global_halves=self.weight_global is not None and self.weight_global.ndim == 2,
             half_shares=0 < self.weight_rows and self.weight_rows % half == 0 and up % half == 0,
         )
 

@@ -162,7 +162,7 @@ def _quantized_layer(scheme: Scheme, weights: Recipe, num_tokens: int) -> Case:
 
 
 def _quantized_layers() -> list[Case]:
-    """A row tile of every height. Schemes that differ in the quantisers alone have the same GEMM."""
+    """Row tiles of every height. Schemes that differ in the quantisers alone have one GEMM."""
     at_every_height = {"fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16"}
     return [
         _quantized_layer(scheme, weights, num_tokens)

@@ -43,6 +43,7 @@ class Compiled:
     spilled: int
     max_spilled: int
     instructions: list[str] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)  # of the matmul instructions: what they multiply
 
 
 class OffDevice:
@@ -111,6 +112,7 @@ def _describe(case: Case, binary) -> Compiled:
         spilled=spilled,
         max_spilled=case.max_spilled,
         instructions=sorted(set(re.findall(r"wgmma|tcgen05\.mma|mma\.sync|v_mfma", assembly))),
+        units=sorted(set(re.findall(r"f32\.e4m3\.e4m3|kind::\w+(?:\.block_scale)?", assembly))),
     )
 
 

@@ -34,6 +34,18 @@ def _kernels_on_disk() -> set[str]:
     return names
 
 
+# What multiplies the codes of a scheme, where tiles are high enough for the units that matter.
+UNITS = {
+    "sm_90": dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block"), "f32.e4m3.e4m3"),
+    "sm_100": {
+        **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block"), "kind::f8f6f4"),
+        **dict.fromkeys(("mxfp8", "mxfp4_a8"), "kind::mxf8f6f4.block_scale"),
+        "nvfp4": "kind::mxf4nvf4.block_scale",
+    },
+}
+UNITS["sm_103"] = UNITS["sm_100"]
+
+
 def _faults(kernel: dict, target: Target) -> list[str]:
     """What is wrong with one compiled kernel."""
     faults = []
@@ -47,6 +59,10 @@ def _faults(kernel: dict, target: Target) -> list[str]:
         wanted = target.matmul_of(kernel["constants"]["BLOCK_M"])
         if kernel["instructions"] != [wanted]:
             faults.append(f"multiplies with {kernel['instructions']}, not with {wanted}")
+    if kernel["kernel"] == "_grouped_gemm_kernel" and kernel["constants"]["BLOCK_M"] >= 64:
+        unit = UNITS.get(target.name, {}).get(kernel["case"].split()[0])
+        if unit is not None and kernel["units"] != [unit]:
+            faults.append(f"codes meet in {kernel['units']}, not in {unit}")
     return faults
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import Machine, Problem
+from tmoe.dispatch.resolve import candidates
 
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), triton_version="3.6.0")
 PROBLEM = Problem(
@@ -89,3 +90,26 @@ def test_quantised_weights():
     """fp16 overflows at 65504; scales don't stop there."""
     assert why_not(scheme="mxfp4_a16") is None
     assert why_not(op="quantize", scheme="mxfp4_a16", dtype=torch.float16) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "scheme", "said"),
+    [
+        ((9, 0), "fp8_block", "e4m3 codes are multiplied as they are"),
+        ((8, 0), "fp8_block", "codes become bf16"),
+        ((9, 0), "nvfp4", "inputs and weights are multiplied as bfloat16"),
+        ((10, 0), "nvfp4", "block-scaled codes are multiplied as they are"),
+        ((10, 0), "mxfp4_a16", "weights become bfloat16"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else f"{v[0]}.{v[1]}",
+)
+def test_says_what_happens_to_codes(capability, scheme, said):
+    problem = replace(PROBLEM, machine=replace(H200, capability=capability), scheme=scheme)
+    assert said in TritonBackend().form(problem)
+    (answer,) = candidates(problem, {"triton": TritonBackend()})
+    assert answer.accepted and answer.reason.endswith(TritonBackend().form(problem))
+
+
+def test_says_nothing_where_there_is_no_choice():
+    assert TritonBackend().form(PROBLEM) == ""
+    assert TritonBackend().form(replace(PROBLEM, op="quantize", scheme="nvfp4")) == ""

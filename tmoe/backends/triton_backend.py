@@ -27,7 +27,7 @@ from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
-from .triton_quantized import quantized_experts, quantized_grouped_gemm
+from .triton_quantized import form, quantized_experts, quantized_grouped_gemm
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,6 +62,9 @@ class TritonBackend:
             if problem.dtype == torch.float16:
                 return f"fp16 has no room for {problem.scheme} weights times their scales"
         return None
+
+    def form(self, problem: Problem) -> str:
+        return form(problem)
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
         return self._route(logits, routing, inputs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.launch import multiplies_block_scaled
 from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
@@ -17,13 +20,32 @@ from tmoe.kernels.tiles import choose_quantized_tiles
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
-from ..dispatch.problem import ExpertsSpec, StaticScales
+from ..dispatch.problem import ExpertsSpec, Problem, StaticScales
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
 from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..options import current
+
+
+def form(problem: Problem) -> str:
+    """What happens to the codes of a quantised problem on its machine."""
+    if problem.scheme is None or problem.op not in ("fused_experts", "grouped_gemm"):
+        return ""
+    scheme, machine = SCHEMES[problem.scheme], problem.machine
+    dtype = str(problem.dtype).removeprefix("torch.")
+    if scheme.inputs is None:
+        return f"weights become {dtype} on their way to the matmul units"
+    is_nvidia = machine.capability is not None and not machine.name.startswith("AMD")
+    capability = machine.capability if is_nvidia else None
+    if scheme.inputs.format.scale is FLOAT32:
+        if machine.interpreted or (capability is not None and capability >= (8, 9)):
+            return "e4m3 codes are multiplied as they are"
+        return "no units for e4m3 are known here: codes become bf16"
+    if capability is not None and capability >= (10, 0):
+        return "block-scaled codes are multiplied as they are"
+    return f"no block-scaled units: rounded inputs and weights are multiplied as {dtype}"
 
 
 def quantized_experts(
@@ -53,7 +75,7 @@ def quantized_experts(
     )
     weights = topk_weights.contiguous()
     offsets, on_input = order.expert_offsets, weights if spec.weight_on_input else None
-    a, of_a, gather = x, None, True
+    a, gather = Inputs(x), True
     if inputs is not None:
         of_experts = scales.input is not None and scales.input.numel() > 1
         if on_input is not None or of_experts:  # a token's codes differ from row to row
@@ -63,21 +85,20 @@ def quantized_experts(
             rows = Rows(used_tokens(order.slot_to_row))
         else:
             rows = ALL_ROWS
-        a, of_a = _quantize(x, inputs, scales.input, rows, offsets)
+        a = _quantize(x, inputs, scales.input, rows, offsets)
     hidden = grouped_gemm(
-        x.new_empty(S, I), a, gate_up_proj.data, order, tiles.gate_up,
-        scales=_scales(gate_up_proj, of_a), bias=gate_up_bias, gather=gather,
+        x.new_empty(S, I), a.data, gate_up_proj.data, order, tiles.gate_up,
+        scales=_scales(gate_up_proj, a), bias=gate_up_bias, gather=gather,
         row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
-    of_hidden = None
+    a = Inputs(hidden)
     if inputs is not None:
-        rows = Rows(count=offsets[-1:])
-        hidden, of_hidden = _quantize(hidden, inputs, scales.hidden, rows, offsets)
+        a = _quantize(hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets)
     y = grouped_gemm(
-        x.new_empty(S, H), hidden, down_proj.data, order, tiles.down,
-        scales=_scales(down_proj, of_hidden),
+        x.new_empty(S, H), a.data, down_proj.data, order, tiles.down,
+        scales=_scales(down_proj, a),
         bias=down_bias, row_weight=None if spec.weight_on_input else weights,
     )  # fmt: skip
     return combine(y, order.slot_to_row, x.new_empty(T, H) if out is None else out)
@@ -103,41 +124,54 @@ def quantized_grouped_gemm(
     ).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
     y = a.new_empty(S, N) if out is None else out
-    of_a = None
+    rows = Inputs(a)
     if inputs is not None:
-        rows = Rows(count=expert_offsets[-1:])
-        a, of_a = _quantize(a, inputs, scale, rows, expert_offsets)
-    grouped_gemm(y, a, b.data, order, tile, scales=_scales(b, of_a), bias=bias)
+        rows = _quantize(a, inputs, scale, Rows(count=expert_offsets[-1:]), expert_offsets)
+    grouped_gemm(y, rows.data, b.data, order, tile, scales=_scales(b, rows), bias=bias)
     return clear_tail(y, expert_offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Rows as a GEMM takes them: numbers, or codes and their scales."""
+
+    data: Tensor
+    scale: Tensor | None = None  # fp32, one number, of rows, or of their blocks of 128
+    blocks: Tensor | None = None  # scales of their blocks of 16 or 32, as they are stored
 
 
 def _quantize(
     x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Rows of x as a GEMM takes them: e4m3 codes and their scales, or numbers of x's dtype that the
-    format can hold and, of NVFP4, the global scale.
+) -> Inputs:
+    """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
+    multiplied out: what the format holds, as numbers of x's dtype.
 
     A static scale is one number or, if the rows are in expert order, (E,).
     """
     format, of_experts = recipe.format, scale is not None and scale.numel() > 1
+    keep = multiplies_block_scaled(x.device)
     if scale is not None and not of_experts:
         scale = scale.reshape(())
     if format.has_global_scale:
-        data, scales, g = quantize_nvfp4(
+        data, blocks, g = quantize_nvfp4(
             x, global_scale=scale, rows=rows, expert_offsets=expert_offsets if of_experts else None
         )
+        g = _of_rows(g, expert_offsets, len(data)) if of_experts else g.reshape(())
+        if keep:
+            return Inputs(data, g, blocks)
         one = torch.ones((), device=x.device)
-        values = dequantize_nvfp4(data, scales, one, dtype=x.dtype)
-        return values, _of_rows(g, expert_offsets, len(data)) if of_experts else g.reshape(())
+        return Inputs(dequantize_nvfp4(data, blocks, one, dtype=x.dtype), g)
     if format.scale is not FLOAT32:
         element = format.element.name
-        data, scales = quantize_mx(x, element=element, scale_rule=recipe.scale_rule, rows=rows)
-        return dequantize_mx(data, scales, element=element, dtype=x.dtype), None
+        data, blocks = quantize_mx(x, element=element, scale_rule=recipe.scale_rule, rows=rows)
+        if keep:
+            return Inputs(data, None, blocks)
+        return Inputs(dequantize_mx(data, blocks, element=element, dtype=x.dtype))
     block = block_of(recipe.block_shape)
     if scale is not None and of_experts:
         num_rows = len(x) if rows.index is None else len(rows.index)
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
-    return quantize_fp8(x, block=block, scale=scale, rows=rows)
+    return Inputs(*quantize_fp8(x, block=block, scale=scale, rows=rows))
 
 
 def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
@@ -154,14 +188,24 @@ def _is_of_all(recipe: Recipe) -> bool:
 
 def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
     """Of multiplication, as the tile tables call it."""
-    if inputs is None or inputs.format.scale is not FLOAT32:
-        return "decoded"
-    return "fp8 blocks" if weight.block_shape == (128, 128) else "fp8"
+    if inputs is not None and inputs.format.scale is FLOAT32:
+        return "fp8 blocks" if weight.block_shape == (128, 128) else "fp8"
+    if inputs is not None and multiplies_block_scaled(weight.device):
+        return "block-scaled"
+    return "decoded"
 
 
-def _scales(weight: QuantizedTensor, of_rows: Tensor | None) -> Scales:
+def _scales(weight: QuantizedTensor, a: Inputs) -> Scales:
     rows, columns = weight.block_shape
     if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
         rows = weight.shape[1] // 2
-    packed = FORMATS[weight.format].is_packed
-    return Scales(weight.scale, rows or 0, columns or 0, weight.global_scale, of_rows, packed)
+    return Scales(
+        weight.scale,
+        rows or 0,
+        columns or 0,
+        weight.global_scale,
+        a.scale,
+        FORMATS[weight.format].is_packed,
+        a.blocks,
+        a.blocks is not None and a.data.dtype == torch.uint8,
+    )

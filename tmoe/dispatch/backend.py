@@ -25,6 +25,9 @@ class Backend(Protocol):
     def why_not(self, problem: Problem) -> str | None:
         """None when the backend can do `problem`; else one sentence, with numbers, why it can't."""
 
+    def form(self, problem: Problem) -> str:
+        """How it would do a problem that it takes, if there is a choice; else "". Optional."""
+
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
         """(T, E) logits -> fp32 weights (T, K), int32 ids (T, K), and what else is wanted."""
 

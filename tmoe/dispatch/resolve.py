@@ -93,7 +93,10 @@ def _ask(
     except ImportError as error:  # an optional library is missing: a reason like any other
         return Candidate(name, False, f"can't be imported: {error}")
     reason = backend.why_not(problem)
-    return Candidate(name, reason is None, place if reason is None else reason)
+    if reason is not None:
+        return Candidate(name, False, reason)
+    form = backend.form(problem) if hasattr(backend, "form") else ""
+    return Candidate(name, True, f"{place}; {form}" if form else place)
 
 
 def _table(answers: tuple[Candidate, ...], chosen: str) -> str:
