@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tmoe.kernels.activation import activate, activate_gated
 from tmoe.kernels.casts import narrow, widen
+from tmoe.kernels.rounding import E4M3_MAX, divide, encode_e4m3, with_sign
 
 
 @triton.jit
@@ -58,11 +59,10 @@ def finish_tile(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROW_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation."""
-    out_ptr, _w, bias_ptr, row_weight_ptr, _row_to_slot_ptr, N, _D, _top_k, alpha, limit = problem[
-        0
-    ]
-    stride_out, _a_strides, _w_strides, bias_strides = problem[1]
+    """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation, and
+    where the rows' format has a static scale also quantisation."""
+    out_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit = problem[0]
+    stride_out, stride_scale, bias_strides = problem[1]
     if ROW_WEIGHT != "none":
         row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
         row_weight = widen(row_weight).to(tl.float32)[:, None]
@@ -86,6 +86,10 @@ def finish_tile(
         y = activate(acc, ACTIVATION)
     if ROW_WEIGHT == "output":
         y *= row_weight
-    y = narrow(y, out_ptr.dtype.element_ty)
+    if out_scale_ptr is not None:  # e4m3 codes of the fp32 numbers, as `quantize_fp8` makes them
+        scale = tl.load(out_scale_ptr + expert * stride_scale)
+        y = encode_e4m3(with_sign(divide(y, scale, E4M3_MAX, KEEP_NAN=True), y))
+    else:
+        y = narrow(y, out_ptr.dtype.element_ty)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
     tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])

@@ -72,7 +72,7 @@ def _add_product(acc, a, w, factor, PRECISION: tl.constexpr, NARROW: tl.constexp
 
 @triton.jit
 def _compute_tile(
-    problem, scales, a, tile, tile_n,
+    operands, problem, scales, a, tile, tile_n,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr, CODES: tl.constexpr,
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
@@ -81,8 +81,7 @@ def _compute_tile(
 ):  # fmt: skip
     """All rows of one row tile, which has room for BLOCK_M, and the columns of one column tile."""
     expert, first_row, end_row = tile
-    out_ptr, w, bias_ptr, row_weight_ptr, row_to_slot_ptr, N, D, top_k, alpha, limit = problem[0]
-    stride_out, a_strides, w_strides, bias_strides = problem[1]
+    row_to_slot_ptr, w, N, D, top_k, a_strides, w_strides = operands
     COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)  # weight rows that the tile multiplies by
     PER_BYTE: tl.constexpr = 2 if CODES.packed else 1
     A_PER_BYTE: tl.constexpr = 2 if CODES.a_packed else 1
@@ -90,6 +89,7 @@ def _compute_tile(
     BLOCK_A: tl.constexpr = BLOCK_D // A_PER_BYTE
     FINE: tl.constexpr = CODES.is_fine
     BLOCKWISE: tl.constexpr = CODES.is_blockwise
+    tl.static_assert(BLOCK_D <= 128 or not BLOCKWISE, "a step has one scale")
     NARROW: tl.constexpr = BLOCK_M < 16  # too few rows for the tensor cores' left operand
     # Scales are loaded a step ahead, but for few rows, where that costs a detour of all numbers
     # through shared memory; with many they take it anyway.
@@ -181,13 +181,14 @@ def _grouped_gemm_kernel(
     w_scale_ptr,  # (E, …), one for some rows and columns of w; or None
     w_global_ptr,  # (E, halves) fp32, or None
     a_blocks_ptr,  # (rows of a, …), as w_scale, or None
+    out_scale_ptr,  # fp32, one or (E,): `out` receives e4m3 codes under it; or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
     max_tiles, N, D, top_k, stride_out, a_strides, w_strides, a_scale_strides, w_scale_strides,
-    w_global_strides, a_blocks_strides, bias_strides, alpha, limit,
+    w_global_strides, a_blocks_strides, stride_out_scale, bias_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
     CODES: tl.constexpr,  # what w and a are, if they are codes: `Codes`
@@ -203,9 +204,10 @@ def _grouped_gemm_kernel(
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+    operands = (row_to_slot_ptr, w, N, D, top_k, a_strides, w_strides)
     problem = (
-        (out_ptr, w, bias_ptr, row_weight_ptr, row_to_slot_ptr, N, D, top_k, alpha, limit),
-        (stride_out, a_strides, w_strides, bias_strides),
+        (out_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit),
+        (stride_out, stride_out_scale, bias_strides),
     )
     scales = (
         a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides,
@@ -219,7 +221,7 @@ def _grouped_gemm_kernel(
             tile_m, tile_n = tile_position(index, num_tiles, tiles_n, GROUP_M)
             tile = load_tile(tiles_ptr, tile_m)
             _compute_tile(
-                problem, scales, a, tile, tile_n,
+                operands, problem, scales, a, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
@@ -230,14 +232,14 @@ def _grouped_gemm_kernel(
         tile = load_tile(tiles_ptr, tile_m)
         if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
             _compute_tile(
-                problem, scales, a_half, tile, tile_n,
+                operands, problem, scales, a_half, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M // 2, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         elif tile_m < num_tiles:
             _compute_tile(
-                problem, scales, a, tile, tile_n,
+                operands, problem, scales, a, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M, BLOCK_N, BLOCK_D,
@@ -274,7 +276,8 @@ def grouped_gemm(
 
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
-    codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed.
+    codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With a
+    scale of the result `out` is float8_e4m3fn.
     """
     N, D = out.shape[1], a.shape[1] * (2 if scales.a_packed else 1)
     max_tiles = order.tiles.shape[0]
@@ -298,7 +301,8 @@ def grouped_gemm(
     if a_tiles is not None and tile.halves_tails:
         a_halves = describe_rows(a, tile.block_m // 2, block_a)
     _grouped_gemm_kernel[(programs,)](
-        out, a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
+        out if scales.out is None else out.view(torch.uint8),
+        a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,
         max_tiles, N, D, order.top_k, out.stride(0), a.stride(), w.stride(),
         *scales.strides,

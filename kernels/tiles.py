@@ -88,14 +88,16 @@ INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
 
 # e4m3 times e4m3: half the bytes and twice the rate of bf16, so the depth goes by twice as much.
 HOPPER_FP8 = (
+    LayerTiles(Tile(16, 32, 256, 4, 4), Tile(16, 128, 128, 4, 4), 12, max_intermediate=256),
     LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
-    LayerTiles(Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), 100),
+    LayerTiles(Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48),
     LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True)),
 )
 # With scales for 128 of the depth a step has sums of its own beside the total, hence half the tile.
+# Three such programs share a multiprocessor: while one applies scales, another multiplies.
 HOPPER_FP8_BLOCKS = (
-    LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 128, 128, 4, 6), 12),
+    LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 64, 128, 4, 6), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
     LayerTiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), 64),
     LayerTiles(Tile(64, 64, 128, 4, 3, group_m=32), Tile(64, 128, 128, 4, 3, group_m=32)),
@@ -105,7 +107,7 @@ HOPPER_FP8_BLOCKS = (
 HOPPER_DECODED = (
     LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 64, 128, 2, 4), 8),
     LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4), 24),
-    LayerTiles(Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4), 64),
+    LayerTiles(Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), 64),
     LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
 )
 # Block-scaled units of compute capability 10 multiply 128 rows at a time. Compiled, not measured.
@@ -152,8 +154,14 @@ def choose_tiles(
     batch_invariant: bool = False,
 ) -> LayerTiles:
     """The tiles for experts with `intermediate` columns that get so many rows on average."""
-    rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
     table = tile_table(device, dtype, described=described)
+    return _first_that_fits(table, rows_per_expert, intermediate, batch_invariant)
+
+
+def _first_that_fits(
+    table: tuple[LayerTiles, ...], rows: float, intermediate: int, batch_invariant: bool
+) -> LayerTiles:
+    rows = INVARIANT_ROWS if batch_invariant else rows
     return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
 
 
@@ -168,8 +176,13 @@ def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, .
 
 
 def choose_quantized_tiles(
-    device: torch.device, kind: str, *, rows_per_expert: float, batch_invariant: bool = False
+    device: torch.device,
+    kind: str,
+    *,
+    rows_per_expert: float,
+    intermediate: int,
+    batch_invariant: bool = False,
 ) -> LayerTiles:
-    """The tiles for experts with quantised weights that get so many rows on average."""
-    rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
-    return next(t for t in quantized_tile_table(device, kind) if rows <= t.max_rows)
+    """The same for experts with quantised weights."""
+    table = quantized_tile_table(device, kind)
+    return _first_that_fits(table, rows_per_expert, intermediate, batch_invariant)

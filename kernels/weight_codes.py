@@ -228,6 +228,11 @@ def apply_whole_scales(scales, acc, expert, a_rows, w_rows, num_w_rows, CODES: t
     return acc
 
 
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Three; 0 for a dimension that isn't there, and for the only number of a tensor."""
+    return (*(() if x is None or x.numel() == 1 else x.stride()), 0, 0, 0)[:3]
+
+
 @dataclass(frozen=True, slots=True)
 class Scales:
     """The scales of a GEMM's operands, as its launcher is told."""
@@ -240,28 +245,31 @@ class Scales:
     packed: bool = False  # two codes in a byte of w
     row_blocks: Tensor | None = None  # of a's codes if w's scales are fine: stored as w's are
     a_packed: bool = False
+    out: Tensor | None = None  # fp32, one number or (E,): static scales of the result, then e4m3
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Of a, w, all of w, and a's blocks, in the kernel's order."""
+        """Of a, w, all of w, a's blocks and the result, in the kernel's order."""
         stored, blocks = self.weight, self.row_blocks
         if stored is not None and stored.dtype != torch.float32:
             stored = stored.view(torch.uint8)
         if blocks is not None:
             blocks = blocks.view(torch.uint8)
-        return self.rows, stored, self.weight_global, blocks
+        return self.rows, stored, self.weight_global, blocks, self.out
 
     @property
-    def strides(self) -> tuple[tuple[int, ...], ...]:
+    def strides(self) -> tuple[tuple[int, ...] | int, ...]:
         """Of the same; 0 where one serves all."""
-        of_rows = () if self.rows is None else self.rows.stride()
-        of_weight = () if self.weight is None else self.weight.stride()
+        of_weight = _strides(self.weight)
         if self.weight_rows == 0 and self.weight_columns > 0:
             of_weight = (of_weight[0], 0, of_weight[1])
-        of_all = self.weight_global
-        of_all = () if of_all is None or of_all.numel() == 1 else of_all.stride()
-        of_blocks = (0, 0) if self.row_blocks is None else self.row_blocks.stride()
-        return (*of_rows, 0, 0)[:2], (*of_weight, 0, 0, 0)[:3], (*of_all, 0, 0)[:2], of_blocks
+        return (
+            _strides(self.rows)[:2],
+            of_weight,
+            _strides(self.weight_global)[:2],
+            _strides(self.row_blocks)[:2],
+            _strides(self.out)[0],
+        )
 
     def codes(self, half: int, up: int) -> Codes:
         """`half` of a tile's columns are consecutive rows of w, the other half too, or is `up` rows

@@ -11,7 +11,7 @@ import tmoe
 from tests.checking import assert_matches
 from tmoe.kernels.activation_ref import activate_ref
 from tmoe.kernels.grouped_gemm import grouped_gemm
-from tmoe.kernels.quantize_ref import decode_e2m1_ref, decode_ue8m0_ref
+from tmoe.kernels.quantize_ref import decode_e2m1_ref, decode_ue8m0_ref, quantize_fp8_ref
 from tmoe.kernels.sort import sort_tokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import Scales
@@ -106,6 +106,27 @@ def test_gate_and_up_with_halves_of_their_own(interleaved, device):
     gate, up = (y[:, ::2], y[:, 1::2]) if interleaved else y.chunk(2, -1)
     want = activate_ref(gate, up, name="swiglu") * weight.double()[slot, None]
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5 * math.sqrt(D))
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_a_result_in_codes(of_experts, device):
+    """What `quantize_fp8` makes of the fp32 result, bit for bit, NaN and the largest included."""
+    N, D = 40, 64
+    order = make_order(device)
+    a = torch.randn(T, D, device=device)
+    a[2] = math.nan
+    w = tmoe.quantize(torch.randn(E, N, D, device=device), "fp8_channel")
+    scale = torch.tensor([0.001, 0.1, 2.0], device=device)[slice(None) if of_experts else 1]
+    scales = Scales(w.scale, 1)
+    out = torch.empty(T * K, N, device=device)
+    grouped_gemm(out, a, w.data, order, TILE, scales=scales, gather=True, activation="silu")
+    codes = torch.empty(T * K, N, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = Scales(w.scale, 1, out=scale)
+    grouped_gemm(codes, a, w.data, order, TILE, scales=scales, gather=True, activation="silu")
+    row = torch.arange(T * K, device=device)
+    expert = torch.searchsorted(order.expert_offsets[1:].long(), row, right=True)
+    want, _ = quantize_fp8_ref(out, block="row", scale=scale.expand(E)[expert])
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
 
 
 def every_scale(name, device):

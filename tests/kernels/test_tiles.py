@@ -13,12 +13,22 @@ from tmoe.kernels.tiles import (
     HOPPER,
     INTERPRETER,
     PORTABLE,
+    QUANTIZED_HOPPER,
+    QUANTIZED_INTERPRETER,
+    QUANTIZED_PORTABLE,
     LayerTiles,
     Tile,
     choose_tiles,
 )
 
-TABLES = {"Hopper": HOPPER, "portable": PORTABLE, "fp32": FLOAT32, "interpreter": INTERPRETER}
+QUANTIZED = {"portable codes": QUANTIZED_PORTABLE, **QUANTIZED_HOPPER}
+TABLES = {
+    "Hopper": HOPPER,
+    "portable": PORTABLE,
+    "fp32": FLOAT32,
+    "interpreter": INTERPRETER,
+    **QUANTIZED,
+}
 ROWS = [0.0, 0.1, 1, 15.9, 16, 16.1, 32, 48, 48.5, 64, 65, 256, 1e6]
 WIDTHS = [1, 96, 255, 256, 257, 768, 2048, 14336, 10**6]
 
@@ -72,8 +82,30 @@ def test_sizes_that_tensor_cores_and_descriptors_take(table):
     for row in table:
         for tile in (row.gate_up, row.down):
             for size in (tile.block_m, tile.block_n, tile.block_d):
-                assert 16 <= size <= 256 and size & (size - 1) == 0
-            assert tile.num_warps in (4, 8) and tile.num_stages >= 2 and tile.group_m >= 1
+                assert 8 <= size <= 256 and size & (size - 1) == 0
+            assert tile.block_m >= 16 or table is QUANTIZED_HOPPER["decoded"]
+            assert tile.num_warps in (2, 4, 8) and tile.num_stages >= 2 and tile.group_m >= 1
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_steps_of_quantised_weights_meet_their_scales(name):
+    """A step lies within a block of 128 or holds whole ones; block-scaled units take 128 rows."""
+    for row in QUANTIZED[name]:
+        for tile in (row.gate_up, row.down):
+            assert tile.block_d % 32 == 0
+            assert tile.block_d <= 128 or name == "fp8"
+            assert tile.block_m == 128 or name != "block-scaled"
+
+
+def test_which_table_serves_which_codes(monkeypatch):
+    def table(name, kind):
+        monkeypatch.setattr(tiles_module, "architecture", lambda device: name)
+        return tiles_module.quantized_tile_table(torch.device("cpu"), kind)
+
+    for kind, wanted in QUANTIZED_HOPPER.items():
+        assert table("sm_90", kind) is wanted and table("sm_100", kind) is wanted
+        assert table("sm_120", kind) is table("gfx942", kind) is QUANTIZED_PORTABLE
+        assert table("interpreter", kind) is QUANTIZED_INTERPRETER
 
 
 def test_which_table_serves_which_gpu(monkeypatch):

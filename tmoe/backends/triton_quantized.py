@@ -68,6 +68,7 @@ def quantized_experts(
         x.device,
         _kind(gate_up_proj, inputs),
         rows_per_expert=S / spec.num_experts,
+        intermediate=I,
         batch_invariant=current().batch_invariant,
     )
     order = sort_tokens(
@@ -86,15 +87,20 @@ def quantized_experts(
         else:
             rows = ALL_ROWS
         a = _quantize(x, inputs, scales.input, rows, offsets)
+    # A static scale is known before the rows are: then the first GEMM quantises what it stores.
+    of_hidden = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
     hidden = grouped_gemm(
-        x.new_empty(S, I), a.data, gate_up_proj.data, order, tiles.gate_up,
-        scales=_scales(gate_up_proj, a), bias=gate_up_bias, gather=gather,
-        row_weight=on_input, weight_on_input=True,
+        x.new_empty(S, I, dtype=x.dtype if of_hidden is None else torch.float8_e4m3fn),
+        a.data, gate_up_proj.data, order, tiles.gate_up,
+        scales=_scales(gate_up_proj, a, of_hidden), bias=gate_up_bias,
+        gather=gather, row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
     a = Inputs(hidden)
-    if inputs is not None:
+    if of_hidden is not None:
+        a = Inputs(hidden, _of_rows(of_hidden, offsets, S))
+    elif inputs is not None:
         a = _quantize(hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets)
     y = grouped_gemm(
         x.new_empty(S, H), a.data, down_proj.data, order, tiles.down,
@@ -120,6 +126,7 @@ def quantized_grouped_gemm(
         a.device,
         _kind(b, inputs),
         rows_per_expert=S / E,
+        intermediate=N,
         batch_invariant=current().batch_invariant,
     ).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
@@ -152,11 +159,12 @@ def _quantize(
     keep = multiplies_block_scaled(x.device)
     if scale is not None and not of_experts:
         scale = scale.reshape(())
+    num_rows = len(x) if rows.index is None else len(rows.index)
     if format.has_global_scale:
         data, blocks, g = quantize_nvfp4(
             x, global_scale=scale, rows=rows, expert_offsets=expert_offsets if of_experts else None
         )
-        g = _of_rows(g, expert_offsets, len(data)) if of_experts else g.reshape(())
+        g = _of_rows(g, expert_offsets, num_rows)
         if keep:
             return Inputs(data, g, blocks)
         one = torch.ones((), device=x.device)
@@ -169,13 +177,14 @@ def _quantize(
         return Inputs(dequantize_mx(data, blocks, element=element, dtype=x.dtype))
     block = block_of(recipe.block_shape)
     if scale is not None and of_experts:
-        num_rows = len(x) if rows.index is None else len(rows.index)
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
     return Inputs(*quantize_fp8(x, block=block, scale=scale, rows=rows))
 
 
 def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """(E,) -> (S,): each row has its expert's."""
+    """One number as (); (E,) as (S,): each row has its expert's."""
+    if of_experts.numel() == 1:
+        return of_experts.float().reshape(())
     row = torch.arange(num_rows, device=of_experts.device, dtype=expert_offsets.dtype)
     expert = torch.searchsorted(expert_offsets[1:], row, right=True)
     return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
@@ -195,7 +204,7 @@ def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
     return "decoded"
 
 
-def _scales(weight: QuantizedTensor, a: Inputs) -> Scales:
+def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Scales:
     rows, columns = weight.block_shape
     if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
         rows = weight.shape[1] // 2
@@ -208,4 +217,5 @@ def _scales(weight: QuantizedTensor, a: Inputs) -> Scales:
         FORMATS[weight.format].is_packed,
         a.blocks,
         a.blocks is not None and a.data.dtype == torch.uint8,
+        None if out is None else out.float(),
     )
