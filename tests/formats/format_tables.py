@@ -120,8 +120,18 @@ def bits_per_byte_table() -> str:
     return _table(["weights, activations", "weights only", "weights and activations"], rows)
 
 
+def layers_table() -> str:
+    """The same through the library's layers, beside what was done by hand."""
+    scores = json.loads((DOCS / "bits_per_byte.json").read_text())["of layers"]
+    rows = [
+        [f"`{name}`", *(f"{score:.4f}" for score in row.values())] for name, row in scores.items()
+    ]
+    return _table(["scheme", "by hand", "tmoe"], rows)
+
+
 TABLES = (
     bits_per_byte_table,
+    layers_table,
     elements_table,
     formats_table,
     edges_table,

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
 from tmoe.demo import bits_per_byte as module  # noqa: E402
 from tmoe.demo.checkpoint import load  # noqa: E402
+from tmoe.formats import SCHEMES  # noqa: E402
 
 
 def test_only_the_rounding_differs(monkeypatch):
@@ -35,3 +36,13 @@ def test_every_scheme_is_measured():
     assert all(0.5 < score < 4 for score in both.values())
     assert both["fp32"] < both["mxfp4, mxfp8"] < both["mxfp4"]
     assert scores["mxfp4"]["weights"] == scores["mxfp4, mxfp8"]["weights"] < both["mxfp4"]
+
+
+@torch.no_grad()
+def test_layers_come_to_what_is_done_by_hand():
+    """No scheme loses more than its rounding: mxfp4 and nvfp4 among them."""
+    device = torch.device("cpu")
+    by_hand, layers = module.measure(1024, device), module.measure_layers(1024, device)
+    assert layers.keys() == SCHEMES.keys()
+    for scheme, (row, column) in module.BY_HAND.items():
+        assert layers[scheme] == pytest.approx(by_hand[row][column], abs=2e-4), scheme

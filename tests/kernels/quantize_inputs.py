@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from tmoe.kernels.quantize_ref import Rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 … 448
@@ -30,6 +33,18 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         assert kinds[0] == kinds[1], f"result {number}: {kinds[0]}, not {kinds[1]}"
         differ = (one.cpu().float() != other.cpu().float()).sum()
         assert same_bits(one, other), f"result {number}: {differ} of {one.numel()} differ"
+
+
+def on_cpu(how: dict[str, object]) -> dict[str, object]:
+    """Options of a quantiser, for a reference on the CPU; their tensors may be within `Rows`."""
+
+    def move(value: object) -> object:
+        if isinstance(value, Rows):
+            fields = ("index", "weight", "count")
+            return replace(value, **{name: move(getattr(value, name)) for name in fields})
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return {name: move(value) for name, value in how.items()}
 
 
 def neighbours(values: Tensor) -> Tensor:

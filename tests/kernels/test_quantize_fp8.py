@@ -18,6 +18,7 @@ from tests.kernels.quantize_inputs import (
     midpoints,
     not_numbers,
     numbers,
+    on_cpu,
     same_bits,
 )
 from tests.layouts import STRIDED
@@ -39,8 +40,7 @@ SWIGLU = ("swiglu", 1.0, INF)
 def check(x: Tensor, **how) -> tuple[Tensor, Tensor]:
     """The kernel's codes and scales, which are the reference's."""
     got = quantize_fp8(x, **how)
-    on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in how.items()}
-    assert_same(got, quantize_fp8_ref(x.cpu(), **on_cpu))
+    assert_same(got, quantize_fp8_ref(x.cpu(), **on_cpu(how)))
     return got
 
 

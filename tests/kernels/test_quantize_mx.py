@@ -17,6 +17,7 @@ from tests.kernels.quantize_inputs import (
     midpoints,
     not_numbers,
     numbers,
+    on_cpu,
     same_bits,
 )
 from tests.kernels.test_quantize_fp8 import SWIGLU, activated
@@ -40,8 +41,7 @@ NAN, INF = math.nan, math.inf
 def check(x: Tensor, element: str, rule: str, **how) -> tuple[Tensor, Tensor]:
     """The kernel's codes and scales, which are the reference's."""
     got = quantize_mx(x, element=element, scale_rule=rule, **how)
-    on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in how.items()}
-    assert_same(got, quantize_mx_ref(x.cpu(), element=element, scale_rule=rule, **on_cpu))
+    assert_same(got, quantize_mx_ref(x.cpu(), element=element, scale_rule=rule, **on_cpu(how)))
     return got
 
 

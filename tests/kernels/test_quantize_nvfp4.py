@@ -16,6 +16,7 @@ from tests.kernels.quantize_inputs import (
     midpoints,
     not_numbers,
     numbers,
+    on_cpu,
     same_bits,
 )
 from tests.kernels.test_quantize_fp8 import SWIGLU, activated
@@ -35,8 +36,7 @@ NAN, INF = math.nan, math.inf
 def check(x: Tensor, **how) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel's codes and scales, which are the reference's."""
     got = quantize_nvfp4(x, **how)
-    on_cpu = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in how.items()}
-    assert_same(got, quantize_nvfp4_ref(x.cpu(), **on_cpu))
+    assert_same(got, quantize_nvfp4_ref(x.cpu(), **on_cpu(how)))
     return got
 
 
