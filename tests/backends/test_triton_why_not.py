@@ -99,6 +99,8 @@ def test_quantised_weights():
         ((8, 0), "fp8_block", "codes become bf16"),
         ((9, 0), "nvfp4", "inputs and weights are multiplied as bfloat16"),
         ((10, 0), "nvfp4", "block-scaled codes are multiplied as they are"),
+        ((12, 0), "mxfp8", "block-scaled codes are multiplied as they are"),
+        ((12, 0), "mxfp4_a8", "inputs and weights are multiplied as bfloat16"),
         ((10, 0), "mxfp4_a16", "weights become bfloat16"),
     ],
     ids=lambda v: v if isinstance(v, str) else f"{v[0]}.{v[1]}",

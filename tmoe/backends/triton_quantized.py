@@ -43,7 +43,9 @@ def form(problem: Problem) -> str:
         if machine.interpreted or (capability is not None and capability >= (8, 9)):
             return "e4m3 codes are multiplied as they are"
         return "no units for e4m3 are known here: codes become bf16"
-    if capability is not None and capability >= (10, 0):
+    # Triton takes e4m3 by e2m1 apart on 12.x.
+    end = (12, 0) if scheme.name == "mxfp4_a8" else (99, 0)
+    if capability is not None and (10, 0) <= capability < end:
         return "block-scaled codes are multiplied as they are"
     return f"no block-scaled units: rounded inputs and weights are multiplied as {dtype}"
 
