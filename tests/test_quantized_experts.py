@@ -23,7 +23,7 @@ def on_device(device):
         yield
 
 
-def make_weights(recipe, *, gated=True):
+def make_weights(recipe, *, gated=True, H=H, I=I):
     shapes = (E, 2 * I if gated else I, H), (E, H, I)
     options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
     return [
@@ -32,9 +32,11 @@ def make_weights(recipe, *, gated=True):
     ]
 
 
-def make_inputs(dtype=torch.float32):
+def make_inputs(dtype=torch.float32, H=H):
     x = torch.randn(T, H).to(dtype)
-    return x, torch.rand(T, K), torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    ids[0] = torch.tensor([0, 4])
+    return x, torch.rand(T, K), ids
 
 
 def truth(x, gate_up, down, weights, ids, scheme, **options):
@@ -78,6 +80,34 @@ def test_weight_on_input(scheme, backend):
     want = truth(x, gate_up, down, weights, ids, scheme, weight_on_input=True)
     naive = in_bf16(x, gate_up, down, weights, ids, weight_on_input=True)
     assert_matches(y, want, naive)
+
+
+@pytest.mark.parametrize("H, I", [(32, 16), (48, 144), (272, 80)], ids=str)
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4_a16", "mxfp4_a8", "nvfp4"])
+def test_partial_blocks_and_tiles(scheme, H, I, backend):
+    """SH01, SH03, SH12: slices of a tensor-parallel layer, narrower than a block of scales."""
+    gate_up, down = make_weights(SCHEMES[scheme].weights[0], H=H, I=I)
+    x, weights, ids = make_inputs(H=H)
+    y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
+    want = truth(x, gate_up, down, weights, ids, scheme)
+    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_static_scales_next_to_zero(scheme, backend):
+    """QN03: an expert whose scale is good for nothing harms no other, and stays finite."""
+    gate_up, down = make_weights(SCHEMES[scheme].weights[0])
+    x, weights, ids = make_inputs()
+    good = torch.full((E,), 0.02)
+    bad = torch.tensor([0.02, 0.0, 1e-40, 1.2e-38, 0.02])
+    want, y = (
+        tmoe.fused_experts(
+            x, gate_up, down, weights, ids, scheme=scheme, input_scale=scale, hidden_scale=scale
+        )
+        for scale in (good, bad)
+    )
+    unharmed = ((ids == 0) | (ids == 4)).all(1)
+    assert y.isfinite().all() and torch.equal(y[unharmed], want[unharmed])
 
 
 def test_inputs_are_quantised_only_where_the_scheme_says_so(backend):
