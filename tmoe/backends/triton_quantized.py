@@ -20,6 +20,7 @@ from tmoe.kernels.tiles import choose_quantized_tiles
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
+from ..checks import expect
 from ..dispatch.problem import ExpertsSpec, Problem, StaticScales
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
@@ -76,6 +77,7 @@ def quantized_experts(
     order = sort_tokens(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
     )
+    _expect_static("fused_experts", inputs, input_scale=scales.input, hidden_scale=scales.hidden)
     weights = topk_weights.contiguous()
     offsets, on_input = order.expert_offsets, weights if spec.weight_on_input else None
     a, gather = Inputs(x), True
@@ -124,6 +126,7 @@ def quantized_grouped_gemm(
     """a (S, D) bf16 or fp32 -> (S, N); see `tmoe.dispatch.backend.Backend`."""
     S, (E, N, _) = a.shape[0], b.shape
     expert_offsets, inputs = expert_offsets.contiguous(), SCHEMES[scheme].inputs
+    _expect_static("grouped_gemm", inputs, a_scale=scale)
     tile = choose_quantized_tiles(
         a.device,
         _kind(b, inputs),
@@ -190,6 +193,15 @@ def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tenso
     row = torch.arange(num_rows, device=of_experts.device, dtype=expert_offsets.dtype)
     expert = torch.searchsorted(expert_offsets[1:], row, right=True)
     return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
+
+
+def _expect_static(op: str, recipe: Recipe | None, **scales: Tensor | None) -> None:
+    """A dynamic scale of all rows makes each depend on the others."""
+    if recipe is not None and _is_of_all(recipe) and current().batch_invariant:
+        name = recipe.format.name
+        wanted = f"given with batch_invariant: a dynamic scale of {name} is of all rows"
+        for arg, scale in scales.items():
+            expect(scale is not None, op, arg, wanted, None)
 
 
 def _is_of_all(recipe: Recipe) -> bool:
