@@ -57,7 +57,9 @@ def read_recorded(paths: Iterable[Path] = RECORDED) -> dict[str, Any]:
     files = [json.loads(path.read_text()) for path in paths]
     merged = files[0] | {"rows": []}
     for file in files:
-        assert file["device"] == merged["device"], "one device at a time"
+        if file["device"] != merged["device"]:
+            wanted, got = merged["device"], file["device"]
+            raise ValueError(f"read_recorded: paths must be of one device, {wanted}, got {got}")
         merged["rows"] += [{"scheme": file.get("dtype")} | row for row in file["rows"]]
     return merged
 

@@ -7,23 +7,27 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
+from tmoe.formats import SCHEMES
+
 if TYPE_CHECKING:
     from bench.compare import Cell
 
 
 def plot(cells: list[Cell], directory: Path) -> list[Path]:
-    """Write `<layer>.png` for each layer of `cells`: tmoe, every peer, and the floor."""
+    """Write `<layer>.png` for each layer of `cells`, `<layer>-<scheme>.png` with quantised weights:
+    tmoe, every peer, and the floor."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for shape in dict.fromkeys(cell.shape for cell in cells):
-        path = directory / f"{shape}.png"
-        own = sorted((c for c in cells if c.shape == shape), key=lambda cell: cell.tokens)
-        _figure(shape, own).savefig(path, dpi=150)
+    for shape, scheme in dict.fromkeys((cell.shape, cell.scheme) for cell in cells):
+        name = f"{shape}-{scheme}" if scheme in SCHEMES else shape
+        path = directory / f"{name}.png"
+        own = [cell for cell in cells if (cell.shape, cell.scheme) == (shape, scheme)]
+        _figure(name, sorted(own, key=lambda cell: cell.tokens)).savefig(path, dpi=150)
         paths.append(path)
     return paths
 
 
-def _figure(shape: str, cells: list[Cell]) -> Figure:
+def _figure(name: str, cells: list[Cell]) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     tokens = [cell.tokens for cell in cells]
@@ -39,7 +43,7 @@ def _figure(shape: str, cells: list[Cell]) -> Figure:
     axes.set_yscale("log")
     axes.set_ylim(bottom=min(floor) / 2)
     axes.set_xticks(tokens, [str(T) for T in tokens])
-    axes.set(title=f"{shape}, routed experts", xlabel="tokens", ylabel="µs")
+    axes.set(title=f"{name}, routed experts", xlabel="tokens", ylabel="µs")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure

@@ -115,11 +115,18 @@ def rounded(x: Tensor, recipe: Recipe | None, scale: Tensor | None = None) -> Te
     """x (S, D) as the reference quantiser has it, in fp64."""
     if recipe is None:
         return x.double()
-    name = recipe.format.name
-    given = {} if scale is None else {"global_scale" if name == "nvfp4" else "scale": scale}
-    options = {"block_shape": recipe.block_shape} if name == "fp8_block" else {}
+    given = {} if scale is None else {_scale_of(recipe): scale}
     with tmoe.options(backend="torch"):
-        return tmoe.quantize(x.float(), name, **options, **given).dequantize().double()
+        return quantized(x.float(), recipe, **given).dequantize().double()
+
+
+def quantized(x: Tensor, recipe: Recipe, **given: Tensor) -> tmoe.QuantizedTensor:
+    return tmoe.quantize(x, recipe.format.name, block_shape=recipe.block_shape, **given)
+
+
+def _scale_of(recipe: Recipe) -> str:
+    """Which keyword of `tmoe.quantize` takes a static scale."""
+    return "global_scale" if recipe.format.has_global_scale else "scale"
 
 
 def quantized_experts_ref(
@@ -147,3 +154,25 @@ def quantized_experts_ref(
     rows = rounded(gate * gate.sigmoid() * up, recipe, hidden_scale)
     y = torch.einsum("sd,snd->sn", rows, down_proj.double()[e]).view(T, K, -1)
     return y.sum(1) if weight_on_input else (y * weights.unsqueeze(-1)).sum(1)
+
+
+def some_quantized_tokens_ref(
+    some: Tensor,
+    x: Tensor,
+    gate_up_proj: tmoe.QuantizedTensor,
+    down_proj: tmoe.QuantizedTensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    scheme: str,
+    **scales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Tokens `some` of a large layer: by `quantized_experts_ref`, and by torch on dequantised
+    weights in the dtype of x. Experts that they don't use stay quantised."""
+    used, ids = topk_ids[some].unique(return_inverse=True)
+    gate_up, down = (
+        torch.stack([weight[e].dequantize() for e in used.tolist()])
+        for weight in (gate_up_proj, down_proj)
+    )
+    layer = (x[some], gate_up, down, topk_weights[some], ids)
+    truth = quantized_experts_ref(*layer, scheme, **scales)
+    return truth, fused_experts_ref(*layer, dtype=x.dtype)

@@ -8,7 +8,7 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.layouts import STRIDED
-from tests.reference import grouped_gemm_ref
+from tests.reference import grouped_gemm_ref, quantized
 from tmoe.formats import SCHEMES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -52,11 +52,6 @@ def test_grouped_gemm_of_any_strides(how, backend, device):
     offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
     want = tmoe.grouped_gemm(a, b, offsets)
     torch.testing.assert_close(tmoe.grouped_gemm(STRIDED[how](a), STRIDED[how](b), offsets), want)
-
-
-def quantized(x, recipe, **given):
-    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
-    return tmoe.quantize(x, recipe.format.name, **options, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tmoe
+from tests.reference import quantized
 from tmoe.formats import SCHEMES
 
 
@@ -20,10 +21,7 @@ def of_one_expert(scheme, gate, up, down):
     recipe = SCHEMES[scheme].weights[0]
     gate_up = torch.zeros(1, 2 * len(gate), 16)
     gate_up[0, :, 0] = torch.cat((gate, up))
-    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
-    return [
-        tmoe.quantize(w, recipe.format.name, **options) for w in (gate_up, down.diag_embed()[None])
-    ]
+    return [quantized(w, recipe) for w in (gate_up, down.diag_embed()[None])]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

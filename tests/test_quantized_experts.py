@@ -9,7 +9,7 @@ import torch
 
 import tmoe
 from tests.checking import assert_matches
-from tests.reference import fused_experts_ref, quantized_experts_ref
+from tests.reference import fused_experts_ref, quantized, quantized_experts_ref
 from tmoe.formats import SCHEMES
 
 E, T, K, H, I = 5, 9, 2, 160, 96  # neither H nor I a multiple of 128
@@ -25,11 +25,7 @@ def on_device(device):
 
 def make_weights(recipe, *, gated=True, H=H, I=I):
     shapes = (E, 2 * I if gated else I, H), (E, H, I)
-    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
-    return [
-        tmoe.quantize(torch.randn(shape) / math.sqrt(shape[2]), recipe.format.name, **options)
-        for shape in shapes
-    ]
+    return [quantized(torch.randn(shape) / math.sqrt(shape[2]), recipe) for shape in shapes]
 
 
 def make_inputs(dtype=torch.float32, H=H):
@@ -48,6 +44,11 @@ def in_bf16(x, gate_up, down, weights, ids, **options):
     """What torch makes of the dequantised layer in bf16: its error is the measure of ours."""
     layer = [t.dequantize(torch.bfloat16) for t in (gate_up, down)]
     return fused_experts_ref(x.bfloat16(), *layer, weights, ids, dtype=torch.bfloat16, **options)
+
+
+def check(y, layer, scheme, **options):
+    """`y` is what the scheme makes of a layer (x, gate_up, down, weights, ids)."""
+    assert_matches(y.float(), truth(*layer, scheme, **options), in_bf16(*layer))
 
 
 CASES = [(name, recipe) for name, scheme in SCHEMES.items() for recipe in scheme.weights]
@@ -89,8 +90,7 @@ def test_partial_blocks_and_tiles(scheme, H, I, backend):
     gate_up, down = make_weights(SCHEMES[scheme].weights[0], H=H, I=I)
     x, weights, ids = make_inputs(H=H)
     y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
-    want = truth(x, gate_up, down, weights, ids, scheme)
-    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+    check(y, (x, gate_up, down, weights, ids), scheme)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
@@ -132,8 +132,7 @@ def test_gate_and_up_that_were_quantised_apart(scheme, backend):
     gate_up, down = tmoe.quantize(gate_up, recipe.format.name, **given), make_weights(recipe)[1]
     x, weights, ids = make_inputs()
     y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
-    want = truth(x, gate_up, down, weights, ids, scheme)
-    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+    check(y, (x, gate_up, down, weights, ids), scheme)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
@@ -144,8 +143,7 @@ def test_static_scales(scheme, backend):
     scales = torch.tensor(0.02), torch.tensor(0.03)
     static = dict(input_scale=scales[0], hidden_scale=scales[1])
     y = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme, **static)
-    want = truth(x, gate_up, down, weights, ids, scheme, **static)
-    assert_matches(y, want, in_bf16(x, gate_up, down, weights, ids))
+    check(y, (x, gate_up, down, weights, ids), scheme, **static)
     alike = tmoe.fused_experts(
         x, gate_up, down, weights, ids, scheme=scheme,
         input_scale=scales[0].expand(E), hidden_scale=scales[1].expand(E),

@@ -7,7 +7,7 @@ import torch
 
 import tmoe
 from tests.checking import assert_matches
-from tests.reference import fused_experts_ref, quantized_experts_ref
+from tests.reference import quantized, some_quantized_tokens_ref
 from tmoe.demo.shapes import MODEL_SHAPES, random_inputs, random_weights
 from tmoe.formats import SCHEMES
 
@@ -17,12 +17,11 @@ CHECKED = 3  # tokens
 
 
 def layer(shape, scheme, recipe):
-    options = {"block_shape": recipe.block_shape} if recipe.format.name == "fp8_block" else {}
     weights = random_weights(shape, torch.device("cuda"), torch.bfloat16)
     scales = {}
     if SCHEMES[scheme].takes_scales:
         scales = dict.fromkeys(("input_scale", "hidden_scale"), torch.tensor(0.01, device="cuda"))
-    return [tmoe.quantize(w, recipe.format.name, **options) for w in weights], scales
+    return [quantized(w, recipe) for w in weights], scales
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 300, 2000])
@@ -36,11 +35,8 @@ def test_real_shapes(scheme, name, tokens):
     y = tmoe.fused_experts(x, *weights, topk_weights, ids, scheme=scheme, **scales)
     assert y.isfinite().all()
     some = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device="cuda").long()
-    used, local = ids[some].unique(return_inverse=True)
-    dense = [torch.stack([w[e].dequantize() for e in used.tolist()]) for w in weights]
-    want = quantized_experts_ref(x[some], *dense, topk_weights[some], local, scheme, **scales)
-    naive = fused_experts_ref(x[some], *dense, topk_weights[some], local, dtype=torch.bfloat16)
-    assert_matches(y[some], want, naive)
+    layer_inputs = (x, *weights, topk_weights, ids)
+    assert_matches(y[some], *some_quantized_tokens_ref(some, *layer_inputs, scheme, **scales))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -13,7 +13,7 @@ from tmoe.kernels.tiles import (
     HOPPER,
     INTERPRETER,
     PORTABLE,
-    QUANTIZED_HOPPER,
+    QUANTIZED_BY_KIND,
     QUANTIZED_INTERPRETER,
     QUANTIZED_PORTABLE,
     LayerTiles,
@@ -21,7 +21,7 @@ from tmoe.kernels.tiles import (
     choose_tiles,
 )
 
-QUANTIZED = {"portable codes": QUANTIZED_PORTABLE, **QUANTIZED_HOPPER}
+QUANTIZED = {"portable codes": QUANTIZED_PORTABLE, **QUANTIZED_BY_KIND}
 TABLES = {
     "Hopper": HOPPER,
     "portable": PORTABLE,
@@ -83,7 +83,7 @@ def test_sizes_that_tensor_cores_and_descriptors_take(table):
         for tile in (row.gate_up, row.down):
             for size in (tile.block_m, tile.block_n, tile.block_d):
                 assert 8 <= size <= 256 and size & (size - 1) == 0
-            assert tile.block_m >= 16 or table is QUANTIZED_HOPPER["decoded"]
+            assert tile.block_m >= 16 or table is QUANTIZED_BY_KIND["decoded"]
             assert tile.num_warps in (2, 4, 8) and tile.num_stages >= 2 and tile.group_m >= 1
 
 
@@ -102,7 +102,7 @@ def test_which_table_serves_which_codes(monkeypatch):
         monkeypatch.setattr(tiles_module, "architecture", lambda device: name)
         return tiles_module.quantized_tile_table(torch.device("cpu"), kind)
 
-    for kind, wanted in QUANTIZED_HOPPER.items():
+    for kind, wanted in QUANTIZED_BY_KIND.items():
         assert table("sm_90", kind) is wanted and table("sm_100", kind) is wanted
         assert table("sm_120", kind) is table("gfx942", kind) is QUANTIZED_PORTABLE
         assert table("interpreter", kind) is QUANTIZED_INTERPRETER
