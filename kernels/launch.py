@@ -46,23 +46,36 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @cache
 def _is_hopper_or_newer(device: torch.device) -> bool:
-    name = architecture(device)
-    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+    return _nvidia(architecture(device)) >= 90
+
+
+def has_fp8_units(architecture: str) -> bool:
+    """Whether the matmul units take e4m3 as torch's float8_e4m3fn has it."""
+    if architecture == "interpreter" or architecture.startswith("gfx95"):
+        return True
+    return _nvidia(architecture) >= 89
+
+
+def has_block_scaled_units(architecture: str) -> bool:
+    """Whether they take codes together with the scales of their blocks: MX formats and NVFP4."""
+    return _nvidia(architecture) >= 100
+
+
+def _nvidia(architecture: str) -> int:
+    """90 for sm_90; 0 for another maker's."""
+    return int(architecture[3:]) if architecture.startswith("sm_") else 0
 
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the matmul units take e4m3 as torch's float8_e4m3fn has it."""
-    name = architecture(device)
-    is_new_nvidia = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 89
-    return is_new_nvidia or name in ("interpreter", "gfx950")
+    """`has_fp8_units` of this device."""
+    return has_fp8_units(architecture(device))
 
 
 @cache
 def multiplies_block_scaled(device: torch.device) -> bool:
-    """Whether they take codes together with the scales of their blocks: MX formats and NVFP4."""
-    name = architecture(device)
-    return name.startswith("sm_") and int(name.removeprefix("sm_")) >= 100
+    """`has_block_scaled_units` of this device."""
+    return has_block_scaled_units(architecture(device))
 
 
 def supports_tma(device: torch.device) -> bool:

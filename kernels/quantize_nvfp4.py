@@ -156,7 +156,7 @@ def _dequantize_nvfp4_kernel(
     out_ptr,  # (L, M, K)  written
     data_ptr,  # (L, M, K / 2) bytes of two e2m1 codes
     scale_ptr,  # (L, M, cdiv(K, 16)) e4m3 bytes
-    global_scale_ptr,  # (L,), (E,) or (E, 2)
+    global_scale_ptr,  # (L,), (E,) or (E, 2), or None
     expert_offsets_ptr,  # (E+1,) or None
     num_experts, stride_global_e, stride_global_half,
     M, K, bytes_in_row, blocks_in_row, stride_data_l, stride_data_m, stride_data_k,
@@ -182,11 +182,14 @@ def _dequantize_nvfp4_kernel(
     scale_ptr += matrix * stride_scale_l
     scale_ptrs = scale_ptr + row * stride_scale_m + cols.to(tl.int64) * stride_scale_k
     s = decode_e4m3(tl.load(scale_ptrs, mask=(row < M) & (cols < blocks_in_row), other=0))
-    g = _load_global_scale(
-        global_scale_ptr, expert_offsets_ptr, matrix, first_row, M, num_experts,
-        stride_global_e, stride_global_half, PAIRS, ACROSS, BLOCK_E,
-    )  # fmt: skip
-    out = tl.reshape(values * (s[:, :, None] * g), (PAIRS, 2 * BLOCK))
+    if global_scale_ptr is not None:
+        s = s[:, :, None] * _load_global_scale(
+            global_scale_ptr, expert_offsets_ptr, matrix, first_row, M, num_experts,
+            stride_global_e, stride_global_half, PAIRS, ACROSS, BLOCK_E,
+        )  # fmt: skip
+    else:
+        s = s[:, :, None]
+    out = tl.reshape(values * s, (PAIRS, 2 * BLOCK))
     cols = pair * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)[None, :]
     out_ptrs = out_ptr + (matrix * M + row) * K + cols
     out = narrow(out, out_ptr.dtype.element_ty)
@@ -263,19 +266,21 @@ def quantize_nvfp4(
 def dequantize_nvfp4(
     data: Tensor,
     scale: Tensor,
-    global_scale: Tensor,
+    global_scale: Tensor | None,
     *,
     expert_offsets: Tensor | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
     """code · (scale · global scale) in fp32, as `dtype`: (..., M, K). Data and scales may be
-    strided; the global scale is as for `quantize_nvfp4`."""
+    strided; the global scale is as for `quantize_nvfp4`, None leaves it out."""
     *lead, M, half = data.shape
     K = 2 * half
     out = data.new_empty((*lead, M, K), dtype=dtype)
     if out.numel():
-        g = global_scale.float().contiguous()
-        strides = _global_scale_strides(g, tuple(lead), expert_offsets)
+        g, strides = None, (0, 0)
+        if global_scale is not None:
+            g = global_scale.float().contiguous()
+            strides = _global_scale_strides(g, tuple(lead), expert_offsets)
         num_experts = 1 if expert_offsets is None else expert_offsets.numel() - 1
         tiling = _tiling(K)
         programs = cdiv(M, tiling["PAIRS"] // tiling["ACROSS"]) * tiling["COL_TILES"]

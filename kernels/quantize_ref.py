@@ -260,11 +260,12 @@ def quantize_nvfp4_ref(
 
 
 def dequantize_nvfp4_ref(
-    data: Tensor, scale: Tensor, global_scale: Tensor, *, expert_offsets: Tensor | None = None,
-    dtype: torch.dtype,
+    data: Tensor, scale: Tensor, global_scale: Tensor | None, *,
+    expert_offsets: Tensor | None = None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """See `dequantize_nvfp4`."""
-    values = decode_e2m1_ref(data)
-    g = row_global_scale_ref(global_scale, values.shape, expert_offsets)[..., None]
-    blocks = _tiles(values, 1, 16) * (scale.float() * g)[..., :, None, :, None]
+    values, scale = decode_e2m1_ref(data), scale.float()
+    if global_scale is not None:
+        scale = scale * row_global_scale_ref(global_scale, values.shape, expert_offsets)[..., None]
+    blocks = _tiles(values, 1, 16) * scale[..., :, None, :, None]
     return _untile(blocks, *values.shape[-2:]).to(dtype)

@@ -113,9 +113,9 @@ def test_what_a_quantised_weight_needs():
     refused("no backward", a=needs_grad, scheme="fp8_channel", error=tmoe.NoBackendError)
 
 
-def test_quantised_weights_compile(backend):
-    a, offsets = torch.randn(4, 64), torch.tensor([0, 4], dtype=torch.int32)
-    b = tmoe.quantize(torch.randn(1, 16, 64), "nvfp4")
+def test_quantised_weights_compile(backend, device):
+    a, offsets = torch.randn(4, 64, device=device), torch.tensor([0, 4], dtype=torch.int32)
+    b, offsets = tmoe.quantize(torch.randn(1, 16, 64, device=device), "nvfp4"), offsets.to(device)
 
     def multiply(a):
         return tmoe.grouped_gemm(a, b, offsets, scheme="nvfp4")

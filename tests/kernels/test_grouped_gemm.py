@@ -25,6 +25,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 SMALL = Tile(16, 16, 32, 4, 2)
 TILES = {
+    "8-rows": Tile(8, 32, 64, 4, 2),
     "small": SMALL,
     "one-row-tile-after-the-other": replace(SMALL, group_m=1),
     "32-rows": Tile(32, 32, 16, 4, 2),

@@ -173,6 +173,8 @@ def test_dequantize(dtype, device):
     for g in (torch.tensor(1.0), torch.tensor(0.37), torch.tensor(1e-38)):
         got = dequantize_nvfp4(data.to(device), scale.to(device), g.to(device), dtype=dtype)
         assert same_bits(got, dequantize_nvfp4_ref(data, scale, g, dtype=dtype))
+    without = dequantize_nvfp4(data.to(device), scale.to(device), None, dtype=dtype)
+    assert same_bits(without, dequantize_nvfp4_ref(data, scale, torch.tensor(1.0), dtype=dtype))
 
 
 def test_halves_of_the_rows(device):

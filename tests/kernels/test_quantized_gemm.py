@@ -65,22 +65,23 @@ def test_quantised_weights(name, N, D, dtype, tile, device):
     check(out, truth(a, values, order), truth(a, values.to(dtype), order))
 
 
+@pytest.mark.parametrize("tile", [TILE, Tile(8, 64, 128, 4, 3)], ids=["16", "8"])
 @pytest.mark.parametrize("N, D", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "name, inputs",
     [("fp8_tensor", "fp8_tensor"), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block")],
 )
-def test_codes_times_codes(name, inputs, N, D, device):
+def test_codes_times_codes(name, inputs, N, D, tile, device):
     """SH02: every block has a scale of its own, a power of two apart from the next."""
     options, layout = WEIGHTS[name]
-    order = make_order(device)
+    order = make_order(device, tile)
     blocks = torch.arange(D, device=device) // 128
     x = torch.randn(T, D, device=device) * 2.0**blocks
     a = tmoe.quantize(x, inputs)
     w = tmoe.quantize(torch.randn(E, N, D, device=device) * 4.0**-blocks, name, **options)
     out = torch.empty(T * K, N, device=device)
     scales = Scales(w.scale, rows=a.scale, **layout)
-    grouped_gemm(out, a.data, w.data, order, TILE, scales=scales, gather=True)
+    grouped_gemm(out, a.data, w.data, order, tile, scales=scales, gather=True)
     values = [q.dequantize() for q in (a, w)]
     check(out, truth(*values, order), truth(*(v.bfloat16() for v in values), order))
 

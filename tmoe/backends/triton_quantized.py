@@ -10,7 +10,11 @@ from torch import Tensor
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
-from tmoe.kernels.launch import multiplies_block_scaled
+from tmoe.kernels.launch import (
+    has_block_scaled_units,
+    has_fp8_units,
+    multiplies_block_scaled,
+)
 from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
@@ -38,15 +42,13 @@ def form(problem: Problem) -> str:
     dtype = str(problem.dtype).removeprefix("torch.")
     if scheme.inputs is None:
         return f"weights become {dtype} on their way to the matmul units"
-    is_nvidia = machine.capability is not None and not machine.name.startswith("AMD")
-    capability = machine.capability if is_nvidia else None
     if scheme.inputs.format.scale is FLOAT32:
-        if machine.interpreted or (capability is not None and capability >= (8, 9)):
+        if has_fp8_units(machine.architecture):
             return "e4m3 codes are multiplied as they are"
         return "no units for e4m3 are known here: codes become bf16"
     # Triton takes e4m3 by e2m1 apart on 12.x.
-    end = (12, 0) if scheme.name == "mxfp4_a8" else (99, 0)
-    if capability is not None and (10, 0) <= capability < end:
+    taken_apart = scheme.name == "mxfp4_a8" and machine.architecture.startswith("sm_12")
+    if has_block_scaled_units(machine.architecture) and not taken_apart:
         return "block-scaled codes are multiplied as they are"
     return f"no block-scaled units: rounded inputs and weights are multiplied as {dtype}"
 
@@ -172,8 +174,7 @@ def _quantize(
         g = _of_rows(g, expert_offsets, num_rows)
         if keep:
             return Inputs(data, g, blocks)
-        one = torch.ones((), device=x.device)
-        return Inputs(dequantize_nvfp4(data, blocks, one, dtype=x.dtype), g)
+        return Inputs(dequantize_nvfp4(data, blocks, None, dtype=x.dtype), g)
     if format.scale is not FLOAT32:
         element = format.element.name
         data, blocks = quantize_mx(x, element=element, scale_rule=recipe.scale_rule, rows=rows)
@@ -211,11 +212,12 @@ def _is_of_all(recipe: Recipe) -> bool:
 
 def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
     """Of multiplication, as the tile tables call it."""
+    in_blocks = 128 in weight.block_shape
     if inputs is not None and inputs.format.scale is FLOAT32:
-        return "fp8 blocks" if weight.block_shape == (128, 128) else "fp8"
+        return "fp8 blocks" if in_blocks else "fp8"
     if inputs is not None and multiplies_block_scaled(weight.device):
         return "block-scaled"
-    return "decoded"
+    return "decoded blocks" if in_blocks else "decoded"
 
 
 def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Scales:

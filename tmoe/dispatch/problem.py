@@ -63,6 +63,16 @@ class Machine:
     triton_version: str | None = None  # None: Triton isn't installed
     interpreted: bool = False  # Triton kernels run in its CPU interpreter
 
+    @property
+    def architecture(self) -> str:
+        """What Triton compiles for: sm_90, gfx94; "interpreter", or "" where there is no GPU."""
+        if self.interpreted:
+            return "interpreter"
+        if self.capability is None:
+            return ""
+        maker = "gfx{}{}" if self.name.startswith("AMD") else "sm_{}{}"
+        return maker.format(*self.capability)
+
     @classmethod
     def of(cls, device: torch.device | str) -> Machine:
         """The machine behind `device`, described once per device and process."""
