@@ -177,6 +177,33 @@ def test_explain_for_training_takes_a_backend_with_gradients():
     assert done.exit_code == 0 and "-> torch" in done.output
 
 
+def test_explain_a_model_on_another_gpu():
+    done = invoke("explain", "--model", "gpt-oss-120b", "--gpu", "b200", "--scheme", "mxfp4_a8")
+    assert done.exit_code == 0, done.output
+    for said in ("on NVIDIA B200", "E=128", "swiglu_oai", "has bias", "block-scaled codes"):
+        assert said in done.output
+    slices = invoke("explain", "--model", "deepseek-v3", "--intermediate", "256", "--gpu", "A100")
+    assert "E=256" in slices.output and "I=256" in slices.output
+    old = invoke("explain", *LAYER, "--gpu", "H200", "--triton", "3.4.0")
+    assert "needs Triton 3.6.0 or newer, got 3.4.0" in old.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "needs --model, or"),
+        (LAYER[:6], "needs --model, or"),
+        (["--model", "mixtral"], "mixtral-8x7b"),
+        (["--model", "olmoe", "--gpu", "TPU"], "H200"),
+        (["--model", "olmoe", "--scheme", "fp9"], "nvfp4"),
+        (["--model", "olmoe", "--experts", "4"], "at most --experts"),
+    ],
+)
+def test_explain_wants_a_layer_and_a_machine_that_it_knows(args, said):
+    done = invoke("explain", *args)
+    assert done.exit_code == 2 and said in done.output
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from .dispatch.known import Layer
 
 app = typer.Typer(
     help="Mixture-of-Experts layers for PyTorch, Triton first.",
@@ -91,44 +95,74 @@ def doctor(
 
 @app.command()
 def explain(
-    experts: Annotated[int, typer.Option(min=1, help="Number of experts, E.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Experts per token, K.")],
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size, H.")],
-    intermediate: Annotated[int, typer.Option(min=1, help="Intermediate size of an expert, I.")],
+    model: Annotated[str | None, typer.Option(help="mixtral-8x7b, deepseek-v3, ...")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Number of experts, E.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts per token, K.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size, H.")] = None,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="Of an expert, I.")] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens per call, T.")] = 64,
     dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
-    activation: Annotated[str, typer.Option(help="swiglu, geglu, silu, ...")] = "swiglu",
+    scheme: Annotated[
+        str | None, typer.Option(help="Of quantised weights: fp8_block, nvfp4, ...")
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="swiglu, geglu, silu, ...")] = None,
     needs_grad: Annotated[bool, typer.Option("--needs-grad", help="For training.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="Another GPU than here: H200, B200, ...")] = None,
+    triton: Annotated[str | None, typer.Option(help="Another version of Triton.")] = None,
 ) -> None:
-    """Say which backend would run a layer on this machine, and why the others would not."""
+    """Say which backend would run a layer, here or on another GPU, and why the others would not.
+
+    The layer is a model's (--model), or --experts, --top-k, --hidden and --intermediate; given
+    beside a model, they replace its sizes.
+    """
     import torch
 
     from . import NoBackendError
     from . import explain as explain_problem
-    from .activation import Activation
-    from .dispatch.problem import Machine, Problem, token_bucket
+    from .dispatch.known import machine_with, problem_of
+    from .dispatch.problem import Machine
 
-    if top_k > experts:
-        raise typer.BadParameter(f"--top-k must be at most --experts, got {top_k} of {experts}")
+    sizes = {
+        "num_experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate,
+    }  # fmt: skip
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     try:
-        layer_activation = Activation.of(activation)
+        layer = _layer(model, {name: size for name, size in sizes.items() if size}, activation)
+        if scheme is not None:
+            from .formats.scheme import Scheme
+
+            Scheme.of(scheme, "explain")
+        machine = Machine.of(here) if gpu is None else machine_with(gpu, triton_version=triton)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    problem = Problem(
-        op="fused_experts",
-        tokens=token_bucket(tokens),
-        hidden=hidden,
-        intermediate=intermediate,
-        num_experts=experts,
-        top_k=top_k,
-        dtype=dtypes[dtype.value],
-        machine=Machine.of("cuda" if torch.cuda.is_available() else "cpu"),
-        activation=layer_activation,
-        needs_grad=needs_grad,
-    )
+    if gpu is None and triton is not None:
+        machine = replace(machine, triton_version=triton)
+    problem = problem_of(
+        layer, machine, num_tokens=tokens, dtype=dtypes[dtype.value],
+        scheme=None if scheme == "bf16" else scheme, needs_grad=needs_grad,
+    )  # fmt: skip
     try:
         typer.echo(str(explain_problem(problem)))
     except NoBackendError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
+
+
+def _layer(model: str | None, sizes: dict[str, int], activation: str | None) -> Layer:
+    from .activation import Activation
+    from .dispatch.known import Layer, model_layer
+
+    if model is not None:
+        layer = replace(model_layer(model), **sizes)
+    elif len(sizes) == 4:
+        layer = Layer(*(sizes[name] for name in ("num_experts", "top_k", "hidden", "intermediate")))
+    else:
+        raise ValueError("needs --model, or --experts, --top-k, --hidden and --intermediate")
+    if activation is not None:
+        layer = replace(layer, activation=Activation.of(activation))
+    if layer.top_k > layer.num_experts:
+        raise ValueError(
+            f"--top-k must be at most --experts, got {layer.top_k} of {layer.num_experts}"
+        )
+    return layer
