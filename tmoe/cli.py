@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -149,14 +149,14 @@ def explain(
         raise typer.Exit(1) from error
 
 
-def _layer(model: str | None, sizes: dict[str, int], activation: str | None) -> Layer:
+def _layer(model: str | None, sizes: dict[str, Any], activation: str | None) -> Layer:
     from .activation import Activation
     from .dispatch.known import Layer, model_layer
 
     if model is not None:
         layer = replace(model_layer(model), **sizes)
     elif len(sizes) == 4:
-        layer = Layer(*(sizes[name] for name in ("num_experts", "top_k", "hidden", "intermediate")))
+        layer = Layer(**sizes)
     else:
         raise ValueError("needs --model, or --experts, --top-k, --hidden and --intermediate")
     if activation is not None:
