@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "tmoe").rglob("*.py")])
-SOURCES = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+OTHERS = ("tests", "bench", "tools")
+SOURCES = sorted([*LIBRARY, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
 SOFT_CAP, HARD_CAP = 300, 400  # lines
 
 # Each room (a folder, or a module of tmoe/) and the rooms it may import. A room stands below all it
@@ -136,7 +137,7 @@ def test_a_masked_load_says_what_fills_the_rest():
 
 def test_no_file_names_a_path_of_one_machine():
     local = re.compile(r"(?<![\w.:/-])(/(home|root|work|workspace|mnt|opt|Users)/\w|~/\w)")
-    folders = ("kernels", "tmoe", "tests", "bench", ".ci", ".github")
+    folders = ("kernels", "tmoe", *OTHERS, ".ci", ".github")
     texts = [*ROOT.iterdir(), *(path for name in folders for path in (ROOT / name).rglob("*"))]
     suffixes = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".in", "")
     texts = [path for path in texts if path.suffix in suffixes and path.is_file()]

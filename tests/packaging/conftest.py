@@ -49,7 +49,7 @@ def checkout(tmp_path_factory) -> Path:
     """A copy of the sources, so that building leaves nothing behind in the real ones."""
     copy = tmp_path_factory.mktemp("checkout")
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("kernels", "tmoe", "tests", "bench"):
+    for name in ("kernels", "tmoe", "tests", "bench", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=unwanted)
     for path in ROOT.iterdir():
         if path.is_file():
