@@ -93,6 +93,28 @@ def test_partial_blocks_and_tiles(scheme, H, I, backend):
     check(y, (x, gate_up, down, weights, ids), scheme)
 
 
+@pytest.mark.parametrize(
+    "scheme, recipe",
+    [(name, recipe) for name in ("fp8_a16", "mxfp4_a16", "nvfp4_a16")
+     for recipe in SCHEMES[name].weights],
+    ids=lambda value: value if isinstance(value, str) else value.format.name,
+)  # fmt: skip
+def test_slices_of_experts_add_up(scheme, recipe, backend):
+    """Tensor parallelism: half of each expert's columns on one rank, half on another, no copies."""
+    gate_up, down = make_weights(recipe, H=48, I=256)
+    x, weights, ids = make_inputs(H=48)
+    whole = tmoe.fused_experts(x, gate_up, down, weights, ids, scheme=scheme)
+    gate, up = gate_up.chunk(2, dim=1)
+    parts = [
+        tmoe.fused_experts(
+            x, torch.cat([gate[:, i : i + 128], up[:, i : i + 128]], 1), down[..., i : i + 128],
+            weights, ids, scheme=scheme,
+        )
+        for i in (0, 128)
+    ]  # fmt: skip
+    assert (sum(parts) - whole).norm() < 1e-5 * whole.norm()
+
+
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
 def test_static_scales_next_to_zero(scheme, backend):
     """QN03: an expert whose scale is good for nothing harms no other, and stays finite."""

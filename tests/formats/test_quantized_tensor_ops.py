@@ -1,4 +1,4 @@
-"""What a `QuantizedTensor` does as a tensor: slices by expert, comparison, and nothing else."""
+"""What a `QuantizedTensor` does as a tensor: slices by expert, comparison, and what it refuses."""
 
 from __future__ import annotations
 
@@ -81,12 +81,13 @@ REFUSED = {
     "aten.view": lambda q: q.view(-1),
     "aten.select": lambda q: q[:, 0],
     "aten.select of a matrix": lambda q: q[0][0],
-    "aten.slice": lambda q: q[:, :, 2:4],
+    "aten.slice": lambda q: q[:, ::2],
     "aten.index": lambda q: q[:, [0, 1]],
     "aten.index of pairs": lambda q: q[[0, 1], [0, 1]],
     "aten.unbind": lambda q: q.unbind(1),
-    "aten.split": lambda q: q.split(2, dim=-1),
-    "aten.cat": lambda q: torch.cat([q, q]),
+    "aten.cat": lambda q: torch.cat([q, q], 2),
+    "aten.cat with another": lambda q: torch.cat([q, torch.randn(E, M, K)]),
+    "aten.stack": lambda q: torch.stack([q, q], 1),
     "aten.zero_": lambda q: q.zero_(),
     "aten.normal_": lambda q: nn.init.normal_(q),
     "aten.copy_": lambda q: q.copy_(torch.randn(E, M, K)),

@@ -1,7 +1,7 @@
-"""What PyTorch may do with a `QuantizedTensor`: move it, copy it, slice it by expert.
+"""What PyTorch may do with a `QuantizedTensor`: move it, copy it, cut it and join it.
 
-`IMPLEMENTED` is the whole list. Every operation acts on codes and scales alike, which is why only
-those along the expert dimension, which all of them have, can be there.
+`IMPLEMENTED` is the whole list. Every operation acts on codes and scales alike: along the expert
+dimension, which all of them have, or between blocks that share a scale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .quantized_tensor import QuantizedTensor
+
+from .pieces import cut, join, stack
 
 aten = torch.ops.aten
 
@@ -36,6 +38,51 @@ def _view(func: Any, q: QuantizedTensor, size: Any) -> QuantizedTensor:
     if tuple(size) != tuple(q.shape):
         refuse(func, f"can't give {tuple(q.shape)} the shape {tuple(size)}")
     return q._map(lambda part: part.view(part.shape))
+
+
+def _slice(
+    func: Any,
+    q: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
+    dim %= q.ndim
+    if dim >= q.ndim - 2 and step == 1:
+        return cut(q, dim - q.ndim, start, end)
+    return _by_expert(func, q, dim, start, end, step)
+
+
+def _split(func: Any, q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    dim %= q.ndim
+    if dim >= q.ndim - 2:
+        starts = range(0, max(q.shape[dim], 1), size)
+        return [cut(q, dim - q.ndim, start, start + size) for start in starts]
+    return _into_pieces(func, q, size, dim)
+
+
+def _join(func: Any, tensors: list[Any], dim: int = 0) -> QuantizedTensor:
+    _expect_all_quantized(func, tensors)
+    dim %= tensors[0].ndim
+    if dim != 0 or tensors[0].ndim < 3:
+        if dim != tensors[0].ndim - 2:
+            refuse(func, f"joins experts or rows, got dimension {dim} of {tensors[0].ndim}")
+        dim = -2
+    return join(tensors, dim)
+
+
+def _stack(func: Any, tensors: list[Any], dim: int = 0) -> QuantizedTensor:
+    _expect_all_quantized(func, tensors)
+    if dim != 0:
+        refuse(func, f"puts matrices into a new first dimension, got {dim}")
+    return stack(tensors)
+
+
+def _expect_all_quantized(func: Any, tensors: list[Any]) -> None:
+    plain = next((t for t in tensors if not hasattr(t, "block_shape")), None)
+    if plain is not None:
+        refuse(func, f"can't join a {plain.dtype} tensor")
 
 
 def _by_expert(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
@@ -97,11 +144,13 @@ IMPLEMENTED: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _copy,
     aten.view.default: _view,
     aten.select.int: _by_expert,
-    aten.slice.Tensor: _by_expert,
+    aten.slice.Tensor: _slice,
     aten.index_select.default: _by_expert,
     aten.index.Tensor: _index,
     aten.unbind.int: _into_pieces,
-    aten.split.Tensor: _into_pieces,
+    aten.split.Tensor: _split,
+    aten.cat.default: _join,
+    aten.stack.default: _stack,
     aten.copy_.default: _copy_,
     aten.equal.default: _equal,
 }

@@ -23,8 +23,10 @@ class QuantizedTensor(Tensor):
 
     Made by `tmoe.quantize` or, from what a checkpoint holds, by `from_parts`. It is a parameter or
     a buffer like any other: it moves with its module, is saved in its state dict, and can be
-    copied, pickled and sliced by expert (``q[3]``, ``q[2:5]``, ``q[[0, 2]]``). It takes part in no
-    arithmetic and has no gradient; ``q.dequantize()`` gives an ordinary tensor.
+    copied, pickled, sliced by expert (``q[3]``, ``q[2:5]``, ``q[[0, 2]]``), cut along rows and
+    columns where that cuts no block (``q[:, :128]``, ``q.chunk(2, dim=1)``), and joined by
+    `torch.cat` and `torch.stack`. It takes part in no arithmetic and has no gradient;
+    ``q.dequantize()`` gives an ordinary tensor.
 
     Attributes:
         data: the codes, float8_e4m3fn (..., M, K), or uint8 (..., M, K/2) for 4-bit formats. This
@@ -234,16 +236,19 @@ class QuantizedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         implementation = IMPLEMENTED.get(func)
-        if implementation is None or not (args and isinstance(args[0], QuantizedTensor)):
+        first = args[0] if args else None
+        if isinstance(first, list | tuple) and first:  # of cat and stack
+            first = first[0]
+        if implementation is None or not isinstance(first, QuantizedTensor):
             refuse(func)
         return implementation(func, *args, **(kwargs or {}))
 
     def _with_parts(
         self, parts: Iterable[Tensor], dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
-        """Other parts of the same format; leading dimensions may differ."""
+        """Other parts of the same format; the sizes may differ."""
         data, scale, *rest = parts
-        shape = (*data.shape[:-1], self.shape[-1])
+        shape = (*data.shape[:-1], data.shape[-1] * (2 if FORMATS[self.format].is_packed else 1))
         global_scale = rest[0] if rest else None
         return QuantizedTensor(
             data, scale, global_scale, self.format, self.block_shape, shape, dtype or self.dtype
