@@ -28,7 +28,7 @@ from pathlib import Path
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
-OUTPUT = Path(__file__).parents[1] / "tmoe" / "backends" / "flashinfer_signatures.json"
+OUTPUT = Path(__file__).parents[1] / "tmoe" / "backends" / "flashinfer" / "signatures.json"
 
 # Where a caller imports each name from; where it is defined moves between releases.
 ENTRY_POINTS = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..checks import expect
+from ...checks import expect
 
 BELOW = (0, 8)  # FlashInfer has announced that 0.8 returns something else
 
@@ -78,7 +78,7 @@ def binds(signature: inspect.Signature, keywords: Iterable[str]) -> str | None:
 
 @cache
 def _record() -> dict[str, Any]:
-    file = resources.files("tmoe.backends").joinpath("flashinfer_signatures.json")
+    file = resources.files("tmoe.backends.flashinfer").joinpath("signatures.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 from packaging.version import Version
 
-from tmoe.backends.flashinfer_signatures import (
+from tmoe.backends.flashinfer.signatures import (
     SourceText,
     binds,
     enum_members,
