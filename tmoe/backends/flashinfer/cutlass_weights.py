@@ -19,6 +19,7 @@ from ...checks import expect
 from ...formats import swizzle_scale
 from .layer import Experts, Layer, Rule
 from .weight_parts import (
+    FP8_BLOCK,
     Maybe,
     Prepared,
     block_scales,
@@ -36,6 +37,16 @@ _CUTLASS = (
     "swiglu", "swiglu_oai", "swiglu_step", "geglu", "geglu_tanh", "relu2", "silu", "gelu",
     "identity",
 )  # fmt: skip
+RULES = {
+    rule.op: rule
+    for rule in (
+        Rule("cutlass_bf16", ("bfloat16", "float16"), _CUTLASS, (8, None), (8, 8), bias=True),
+        Rule("cutlass_fp8_per_tensor", ("fp8_tensor",), _CUTLASS, (16, None), (16, 16), bias=True),
+        Rule("cutlass_fp8_block", *FP8_BLOCK, limit=False),
+        Rule("cutlass_nvfp4", ("nvfp4",), _CUTLASS, (64, None), (64, 128), bias=True),
+        Rule("cutlass_mxfp4", ("mxfp4",), _CUTLASS, (128, None), (128, 128), bias=True),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +66,7 @@ class CutlassWeights(Prepared):
 
 def cutlass_bf16(experts: Experts) -> CutlassWeights:
     """bf16 or fp16, without quant_scales. H is a multiple of 8; I is filled up to one of 8."""
-    rule = Rule("cutlass_bf16", ("bfloat16", "float16"), _CUTLASS, (8, None), (8, 8), bias=True)
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["cutlass_bf16"], experts)
     return _cutlass(layer, *codes(layer), [], experts.down_proj.dtype)
 
 
@@ -68,10 +78,7 @@ def cutlass_fp8_per_tensor(
 
     quant_scales: s13 · a1 (E,), 1 / a2 (0-d or (E,)), s2 · a2 (E,), a1 (0-d).
     """
-    rule = Rule(
-        "cutlass_fp8_per_tensor", ("fp8_tensor",), _CUTLASS, (16, None), (16, 16), bias=True
-    )
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["cutlass_fp8_per_tensor"], experts)
     (w13, s13), (w2, s2) = (one_scale_per_expert(q) for q in quantized(experts))
     a1, a2 = input_scales(layer)
     scales = [s13 * a1, 1 / a2, s2 * a2, a1]
@@ -85,7 +92,7 @@ def cutlass_fp8_block(
 
     quant_scales, fp32: (E, 2I/128, H/128) up first, (E, H/128, I/128).
     """
-    layer, *scales = fp8_block("cutlass_fp8_block", experts)
+    layer, *scales = fp8_block(RULES["cutlass_fp8_block"], experts)
     scales = [scale.clamp(min=SMALLEST_BLOCK_SCALE) for scale in scales]
     return _cutlass(layer, *codes(layer), scales, output_dtype, use_deepseek_fp8_block_scale=True)
 
@@ -97,8 +104,7 @@ def cutlass_nvfp4(experts: Experts, output_dtype: torch.dtype = torch.bfloat16) 
     quant_scales: 1 / a1 (0-d or (E,)), swizzled block scales as int32 (E, 2I, H/64), s13 · a1 (E,),
     and the same for the other projection, whose scales have rows up to a multiple of 128.
     """
-    rule = Rule("cutlass_nvfp4", ("nvfp4",), _CUTLASS, (64, None), (64, 128), bias=True)
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["cutlass_nvfp4"], experts)
     (s13, s2), (a1, a2) = global_scales(layer), input_scales(layer, per_expert=True)
     scale13, scale2 = _swizzled(layer)
     scales = [1 / a1, scale13, s13 * a1, 1 / a2, scale2, s2 * a2]
@@ -111,8 +117,7 @@ def cutlass_mxfp4(experts: Experts, output_dtype: torch.dtype = torch.bfloat16) 
     quant_scales: swizzled block scales as int32 (E, 2I, H/128), ones (E,), and the same for the
     other projection.
     """
-    rule = Rule("cutlass_mxfp4", ("mxfp4",), _CUTLASS, (128, None), (128, 128), bias=True)
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["cutlass_mxfp4"], experts)
     scale13, scale2 = _swizzled(layer)
     ones = torch.ones(scale2.shape[0], dtype=torch.float32, device=scale2.device)
     scales = [scale13, ones, scale2, ones.clone()]

@@ -66,6 +66,24 @@ class Rule:
     limit: bool = True  # whether swiglu may have one
     bias: bool = False
 
+    def wanted_activation(self, activation: Activation) -> str | None:
+        """What is wanted in place of `activation`; None: it is fine."""
+        limited = activation.name == "swiglu" and activation.limit != math.inf
+        if activation.name in self.activations and (self.limit or not limited):
+            return None
+        return " or ".join(self.activations) + ("" if self.limit else ", swiglu without limit")
+
+    def wanted_size(self, H: int, I: int, *, gated: bool) -> tuple[str, int] | None:
+        """What is wanted of a size, and that size; None: both are fine."""
+        multiple, filled = self.hidden
+        if H % multiple != 0 and filled is None:
+            return f"of a hidden size that is a multiple of {multiple}", H
+        multiple = self.intermediate[0 if gated else 1]
+        if "fp8_block" in self.formats and I % multiple != 0:
+            wanted = f"of an intermediate size that is a multiple of {multiple}: its scales' blocks"
+            return wanted, I
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -85,10 +103,8 @@ class Layer:
         formats = [_format(rule, arg, experts) for arg in ("gate_up_proj", "down_proj")]
         expect(formats[0] == formats[1], op, "down_proj", f"{formats[0]} as well", formats[1])
         format, activation = formats[0], Activation.of(experts.activation)
-        limited = activation.name == "swiglu" and activation.limit != math.inf
-        wanted = " or ".join(rule.activations) + ("" if rule.limit else ", swiglu without limit")
-        known = activation.name in rule.activations and (rule.limit or not limited)
-        expect(known, op, "activation", wanted, activation)
+        wanted_activation = rule.wanted_activation(activation)
+        expect(wanted_activation is None, op, "activation", wanted_activation or "", activation)
         apart = activation.gated and format != "fp8_block"
         wanted = "False without a gate, and with 128×128 scales that gate and up would share"
         expect(apart or not experts.interleaved, op, "interleaved", wanted, True)
@@ -97,7 +113,7 @@ class Layer:
             wanted = "a static scale" if is_static else f"None for {format}"
             given = getattr(experts, arg)
             expect((given is not None) == is_static, op, arg, wanted, given)
-        return cls(op, experts, activation, format, _sizes(rule, experts, activation, format))
+        return cls(op, experts, activation, format, _sizes(rule, experts, activation))
 
     def fc1(self, part: Tensor, values: int = 1) -> Tensor:
         """A part of gate_up_proj, (E, rows, columns) or (E, rows): up first, each half of the rows
@@ -167,7 +183,7 @@ def _format(rule: Rule, arg: str, experts: Experts) -> str:
     return name
 
 
-def _sizes(rule: Rule, experts: Experts, activation: Activation, format: str) -> Sizes:
+def _sizes(rule: Rule, experts: Experts, activation: Activation) -> Sizes:
     """The layer's sizes, from shapes that fit each other and the rule."""
     E, H, I = experts.down_proj.shape
     rows = (1 + activation.gated) * I
@@ -180,14 +196,10 @@ def _sizes(rule: Rule, experts: Experts, activation: Activation, format: str) ->
         fitting = f"of shape {shape} beside down_proj {(E, H, I)} for {activation.name}"
         expect(fits, rule.op, arg, fitting, tuple(value.shape))
         expect(rule.bias or "bias" not in arg, rule.op, arg, "None: its kernels add none", shape)
+    wanted_size, got = rule.wanted_size(H, I, gated=activation.gated) or (None, 0)
+    expect(wanted_size is None, rule.op, "down_proj", wanted_size or "", got)
     H_multiple, H_filled = rule.hidden
     I_multiple = rule.intermediate[0 if activation.gated else 1]
-    fills = H % H_multiple == 0 or H_filled is not None
-    wanted_size = f"of a hidden size that is a multiple of {H_multiple}"
-    expect(fills, rule.op, "down_proj", wanted_size, H)
-    blocks = format != "fp8_block" or I % I_multiple == 0
-    wanted_size = f"of an intermediate size that is a multiple of {I_multiple}: its scales' blocks"
-    expect(blocks, rule.op, "down_proj", wanted_size, I)
     padded_H = H if H % H_multiple == 0 else _multiple(H, H_filled or H_multiple)
     return Sizes(H, I, padded_H, _multiple(I, I_multiple))
 

@@ -26,6 +26,7 @@ from ...checks import expect
 from .layer import Experts, Layer, Rule
 from .layouts import block_major, shuffle_rows, shuffle_scale_rows
 from .weight_parts import (
+    FP8_BLOCK,
     Maybe,
     Prepared,
     block_scales,
@@ -41,6 +42,16 @@ TILE = 128  # rows of trtllm-gen's epilogues; 64 where the activation is a kerne
 
 _FEW = ("swiglu", "swiglu_step", "relu2")
 _FUSED = ("swiglu", "swiglu_oai", "swiglu_step", "geglu", "relu2")
+RULES = {
+    rule.op: rule
+    for rule in (
+        Rule("trtllm_fp8_per_tensor", ("fp8_tensor",), _FEW, (32, None), (16, 128), limit=False),
+        Rule("trtllm_fp8_block", *FP8_BLOCK, limit=False),
+        Rule("trtllm_mxfp8", ("mxfp8",), _FUSED, (128, 256), (128, 128)),
+        Rule("trtllm_fp4", ("nvfp4", "mxfp4"), _FUSED, (256, 256), (128, 128), bias=True),
+        Rule("trtllm_bf16", ("bfloat16",), (*_FEW, "swiglu_oai"), (64, None), (128, 128)),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +110,7 @@ def trtllm_fp8_per_tensor(experts: Experts) -> TrtllmFp8PerTensorWeights:
 
     H is a multiple of 32; I is filled up to one of 16, or of 128 without a gate.
     """
-    rule = Rule("trtllm_fp8_per_tensor", ("fp8_tensor",), _FEW, (32, None), (16, 128), limit=False)
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["trtllm_fp8_per_tensor"], experts)
     (w13, s13), (w2, s2) = (one_scale_per_expert(q) for q in quantized(experts))
     gate, output1, output2 = _scalars(layer, s13, s2)
     limit = layer.constants()[2]
@@ -121,7 +131,7 @@ def trtllm_fp8_block(
     """fp8_block, 128×128, H and I multiples of 128. Shuffled weights may be BlockMajorK. Rows stay
     [up; gate]: the activation is a kernel of its own, hence the other tile. So do the scales."""
     op = "trtllm_fp8_block"
-    layer, scale13, scale2 = fp8_block(op, experts)
+    layer, scale13, scale2 = fp8_block(RULES[op], experts)
     layouts = ("MajorK", "BlockMajorK") if use_shuffled_weight else ("MajorK",)
     wanted = f"{' or '.join(layouts)} with use_shuffled_weight={use_shuffled_weight}"
     expect(weight_layout in layouts, op, "weight_layout", wanted, weight_layout)
@@ -138,7 +148,7 @@ def trtllm_fp8_block(
 
 def trtllm_mxfp8(experts: Experts) -> TrtllmFp8BlockWeights:
     """mxfp8. H is filled up to a multiple of 256 unless it is one of 128; I to one of 128."""
-    layer = Layer.of(Rule("trtllm_mxfp8", ("mxfp8",), _FUSED, (128, 256), (128, 128)), experts)
+    layer = Layer.of(RULES["trtllm_mxfp8"], experts)
     w13, scale13, w2, scale2 = _shuffled(layer)
     return TrtllmFp8BlockWeights(
         layer.sizes, w13, scale13, w2, scale2, *layer.constants(), True, "MajorK", "MxFp8"
@@ -148,8 +158,7 @@ def trtllm_mxfp8(experts: Experts) -> TrtllmFp8BlockWeights:
 def trtllm_fp4(experts: Experts) -> TrtllmFp4Weights:
     """nvfp4, whose inputs have static global scales, or mxfp4, whatever its inputs are. H is filled
     up to a multiple of 256, I to one of 128."""
-    rule = Rule("trtllm_fp4", ("nvfp4", "mxfp4"), _FUSED, (256, 256), (128, 128), bias=True)
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["trtllm_fp4"], experts)
     w13, scale13, w2, scale2 = _shuffled(layer)
     bias13, bias2 = layer.biases(torch.float32)
     alpha, beta, limit = layer.constants()
@@ -170,8 +179,7 @@ def trtllm_fp4(experts: Experts) -> TrtllmFp4Weights:
 
 def trtllm_bf16(experts: Experts) -> TrtllmBf16Weights:
     """bf16. H is a multiple of 64; I is filled up to one of 128."""
-    rule = Rule("trtllm_bf16", ("bfloat16",), (*_FEW, "swiglu_oai"), (64, None), (128, 128))
-    layer = Layer.of(rule, experts)
+    layer = Layer.of(RULES["trtllm_bf16"], experts)
     w13, w2 = codes(layer)
     return TrtllmBf16Weights(
         layer.sizes,

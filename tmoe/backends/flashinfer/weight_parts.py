@@ -16,6 +16,7 @@ from .layer import Experts, Layer, Rule, Sizes
 from .layouts import up_gate
 
 Maybe = Tensor | None
+FP8_BLOCK = (("fp8_block",), ("swiglu",), (128, None), (128, 128))  # of a `Rule`, for both makers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,8 @@ def block_scales(layer: Layer) -> tuple[Tensor, Tensor, int]:
     return layer.fc1(w13.scale, size), layer.fc2(w2.scale, size), size
 
 
-def fp8_block(op: str, experts: Experts) -> tuple[Layer, Tensor, Tensor]:
+def fp8_block(rule: Rule, experts: Experts) -> tuple[Layer, Tensor, Tensor]:
     """The layer and its scales, up first."""
-    rule = Rule(op, ("fp8_block",), ("swiglu",), (128, None), (128, 128), limit=False)
     layer = Layer.of(rule, experts)
     w13, w2 = quantized(experts)
     return layer, up_gate(w13.scale), w2.scale.clone()

@@ -1,0 +1,180 @@
+"""Which of FlashInfer's entry points could run an expert layer, and why not: all from facts.
+
+An entry point may take our arguments long before its results are right for them, so what counts is
+the version in which the last fault that would meet us was mended, a post release included. Devices
+are compared exactly: FlashInfer's own checks let some pass whose kernels then fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from ...activation import Activation
+from ...dispatch.problem import Problem
+from . import cutlass_weights, trtllm_weights
+from .signatures import BELOW, binds, signature
+
+Capabilities = tuple[tuple[int, int], ...]
+BLACKWELL: Capabilities = ((10, 0), (10, 3))
+MOST_TOKENS = 300_000  # NVFP4 reads illegal addresses from about 305,000 on
+MOST_EXPERTS, MOST_TOP_K = 2048, 32  # that the sort of given ids is compiled for
+
+_WINDOW = "num_experts top_k intermediate_size local_expert_offset local_num_experts".split()
+_TRTLLM = ["topk_ids", "routing_method_type", "do_finalize", "tune_max_num_tokens", *_WINDOW]
+_GROUPED = ["n_group", "topk_group", "routed_scaling_factor", "activation_type"]
+_WEIGHTS = ["hidden_states", "gemm1_weights", "gemm2_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPoint:
+    """A function of ``flashinfer.fused_moe``."""
+
+    name: str
+    promoted_from: str  # a version
+    mended: str  # there
+    keywords: tuple[str, ...]  # of every call
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An entry point for a scheme."""
+
+    entry: EntryPoint
+    recipe: str  # that prepares the weights
+    capabilities: Capabilities
+    weight_on_input: bool = False  # whether it can be there, and then only with one expert a token
+
+
+BF16_ROUTED = EntryPoint(
+    "trtllm_bf16_routed_moe", "0.6.18", "an illegal address at few tokens",
+    (*_TRTLLM, *_GROUPED, *_WEIGHTS, "use_shuffled_weight", "weight_layout"),
+)  # fmt: skip
+FP8_TENSOR_ROUTED = EntryPoint(
+    "trtllm_fp8_per_tensor_scale_routed_moe", "0.6.18", "weights rounded to bf16 with the ids",
+    (*_TRTLLM, *_GROUPED, *_WEIGHTS, "routing_bias", "output1_scales_scalar",
+     "output1_scales_gate_scalar", "output2_scales_scalar", "use_routing_scales_on_input"),
+)  # fmt: skip
+FP8_BLOCK_ROUTED = EntryPoint(
+    "trtllm_fp8_block_scale_routed_moe", "0.6.18", "weights rounded to bf16 with the ids",
+    (*_TRTLLM, *_GROUPED, *_WEIGHTS, "routing_bias", "hidden_states_scale",
+     "gemm1_weights_scale", "gemm2_weights_scale", "use_shuffled_weight", "weight_layout",
+     "fp8_quantization_type"),
+)  # fmt: skip
+FP4_ROUTED = EntryPoint(
+    "trtllm_fp4_block_scale_routed_moe", "0.6.16", "an address past the route map",
+    (*_TRTLLM, *_GROUPED, *_WEIGHTS, "routing_bias", "hidden_states_scale", "gemm1_weights_scale",
+     "gemm2_weights_scale", "gemm1_bias", "gemm2_bias", "gemm1_alpha", "gemm1_beta",
+     "gemm1_clamp_limit", "output1_scale_scalar", "output1_scale_gate_scalar",
+     "output2_scale_scalar"),
+)  # fmt: skip
+CUTLASS = EntryPoint(
+    "cutlass_fused_moe", "0.6.15", "no way to ask for a deterministic sum",
+    ("input", "token_selected_experts", "token_final_scales", "fc1_expert_weights",
+     "fc2_expert_weights", "output_dtype", "quant_scales", "fc1_expert_biases",
+     "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "input_sf", "output",
+     "ep_size", "ep_rank", "tp_size", "tp_rank", "use_deepseek_fp8_block_scale",
+     "use_mxfp8_act_scaling", "use_fused_finalize", "activation_type", "tune_max_num_tokens"),
+)  # fmt: skip
+
+# By backend and scheme; "bf16" stands for weights that aren't quantised.
+USES = {
+    "flashinfer_trtllm": {
+        "bf16": Use(BF16_ROUTED, "trtllm_bf16", BLACKWELL),
+        "fp8_tensor": Use(FP8_TENSOR_ROUTED, "trtllm_fp8_per_tensor", BLACKWELL, True),
+        "fp8_block": Use(FP8_BLOCK_ROUTED, "trtllm_fp8_block", BLACKWELL),
+        "mxfp8": Use(FP8_BLOCK_ROUTED, "trtllm_mxfp8", BLACKWELL),
+        "mxfp4_a8": Use(FP4_ROUTED, "trtllm_fp4", BLACKWELL),
+        "mxfp4_a16": Use(FP4_ROUTED, "trtllm_fp4", ((10, 0),)),  # wrong on 10.3
+        "nvfp4": Use(FP4_ROUTED, "trtllm_fp4", BLACKWELL),
+    },
+    "flashinfer_cutlass": {
+        "bf16": Use(CUTLASS, "cutlass_bf16", ((9, 0), *BLACKWELL)),
+        "fp8_tensor": Use(CUTLASS, "cutlass_fp8_per_tensor", ((9, 0), *BLACKWELL)),
+        "fp8_block": Use(CUTLASS, "cutlass_fp8_block", ((9, 0),)),
+        "mxfp4_a8": Use(CUTLASS, "cutlass_mxfp4", BLACKWELL),
+        "nvfp4": Use(CUTLASS, "cutlass_nvfp4", BLACKWELL),
+    },
+}
+RULES = trtllm_weights.RULES | cutlass_weights.RULES
+
+
+def why_not(backend: str, problem: Problem, flashinfer_version: str | None) -> str | None:
+    """Why `backend` can't run the problem with this FlashInfer on its machine, in one sentence with
+    numbers; None if it can. Pure: nothing is imported, nothing of this machine is looked at."""
+    if problem.op != "fused_experts":
+        return f"runs whole expert layers, not {problem.op} by itself"
+    scheme = problem.scheme or "bf16"
+    use = USES[backend].get(scheme)
+    if use is None:
+        return f"has no kernels for {scheme}; it has {', '.join(USES[backend])}"
+    return (
+        _about_device(use, problem.machine.capability, scheme)
+        or _about_version(use.entry, flashinfer_version)
+        or _about_layer(use, problem)
+        or _about_call(use, problem)
+    )
+
+
+def _about_device(use: Use, capability: tuple[int, int] | None, scheme: str) -> str | None:
+    if capability in use.capabilities:
+        return None
+    wanted = " or ".join("{}.{}".format(*c) for c in use.capabilities)
+    got = "no GPU" if capability is None else "{}.{}".format(*capability)
+    return f"{use.entry.name} runs {scheme} on compute capability {wanted}, got {got}"
+
+
+def _about_version(entry: EntryPoint, flashinfer_version: str | None) -> str | None:
+    if flashinfer_version is None:
+        return "FlashInfer isn't installed"
+    try:
+        version = Version(flashinfer_version)
+    except InvalidVersion:
+        return f"FlashInfer's version can't be read: {flashinfer_version}"
+    if version.release >= BELOW:
+        below = ".".join(map(str, BELOW))
+        return f"knows FlashInfer below {below}, got {version}"
+    if version < Version(entry.promoted_from):
+        since = f"{entry.promoted_from} mended {entry.mended}"
+        return f"needs FlashInfer {entry.promoted_from} for {entry.name}, got {version}: {since}"
+    takes = signature(version, entry.name)
+    if takes is None:
+        return f"FlashInfer {version} has no {entry.name}"
+    complaint = binds(takes, entry.keywords)
+    return complaint and f"{entry.name} of FlashInfer {version} can't be called: {complaint}"
+
+
+def _about_layer(use: Use, problem: Problem) -> str | None:
+    rule, activation = RULES[use.recipe], problem.activation or Activation("swiglu")
+    if wanted := rule.wanted_activation(activation):
+        return f"{use.entry.name} has {wanted}, got {activation.name}"
+    sizes = rule.wanted_size(problem.hidden, problem.intermediate, gated=activation.gated)
+    if sizes is not None:
+        return f"{use.entry.name} needs a layer {sizes[0]}, got {sizes[1]}"
+    if problem.has_bias and not rule.bias:
+        return f"{use.entry.name} adds no biases in {problem.scheme or 'bf16'}"
+    if problem.num_experts % 4 != 0 or problem.num_experts > MOST_EXPERTS:
+        wanted = f"a multiple of 4 experts, up to {MOST_EXPERTS}"
+        return f"{use.entry.name} needs {wanted}, got {problem.num_experts}"
+    if problem.top_k > MOST_TOP_K:
+        return f"{use.entry.name} takes up to {MOST_TOP_K} experts per token, got {problem.top_k}"
+    return None
+
+
+def _about_call(use: Use, problem: Problem) -> str | None:
+    if problem.dtype != torch.bfloat16:
+        got = str(problem.dtype).removeprefix("torch.")
+        return f"{use.entry.name} returns bfloat16, x is {got}"
+    if problem.needs_grad:
+        return f"{use.entry.name} has no backward, and gradients are needed"
+    if problem.batch_invariant:
+        return f"{use.entry.name} doesn't say that a token's bits don't depend on its batch"
+    if problem.weight_on_input and not use.weight_on_input:
+        return f"{use.entry.name} applies the routing weight to the output in this scheme"
+    if problem.weight_on_input and problem.top_k != 1:
+        return f"{use.entry.name} scales inputs for 1 expert per token, got {problem.top_k}"
+    if problem.tokens > MOST_TOKENS:
+        return f"{use.entry.name} is right up to {MOST_TOKENS} tokens, got {problem.tokens}"
+    return None
