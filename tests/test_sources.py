@@ -24,6 +24,7 @@ ROOMS = {
     "routing": ("checks",),
     "registry": (),
     "options": ("checks", "registry"),
+    "environment": (),
     "formats": ("kernels", "checks"),
     "dispatch": (*WORDS, "registry", "options"),
     "backends": (*WORDS, "registry", "options", "kernels", "dispatch"),

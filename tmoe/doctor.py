@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -11,13 +10,13 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import platformdirs
 import torch
 from packaging.version import Version
 
 from .activation import Activation
 from .dispatch.problem import Machine, Problem
 from .dispatch.resolve import Candidate, candidates
+from .environment import cache_dir
 
 # Minor versions that were built for each other.
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
@@ -66,11 +65,6 @@ def diagnose() -> Diagnosis:
         backends=candidates(standard_problem(machine)),
         hints=tuple(hints(versions, machine)),
     )
-
-
-def cache_dir() -> Path:
-    """Where files stay between runs: ``TMOE_CACHE_DIR``, or the platform's place for caches."""
-    return Path(os.environ.get("TMOE_CACHE_DIR") or platformdirs.user_cache_dir("tmoe"))
 
 
 def standard_problem(machine: Machine) -> Problem:

@@ -1,0 +1,129 @@
+"""What was measured, kept between processes: a JSON file for each kind of machine.
+
+A time is worth something only where it was measured, so a file is named after the GPU, its driver
+and the versions of the libraries, and says so inside. For each problem it holds the times of all
+candidates, not the winner alone:
+
+    {"machine": {...}, "times": {"fused_experts(...)": {"triton": 0.041, "torch": 0.183}}}
+
+in milliseconds. Reading never fails: a file that is missing, truncated, of another machine or not
+ours is a miss. Writing merges under a lock and replaces the file in one step, so that a reader sees
+the old one or the new one, and a process that is killed leaves the old one; where nothing can be
+written, what was measured is kept for this process, and one warning says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+Times = dict[str, dict[str, float]]  # problem -> candidate -> milliseconds
+
+LOCK_SECONDS = 10.0  # that a writer waits for another one
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOn:
+    """What a time depends on."""
+
+    gpu: str
+    driver: str | None
+    torch: str
+    triton: str | None
+    flashinfer: str | None
+    tmoe: str
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and different for every other machine."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-") or "unknown"
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{words}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+class Store:
+    """The times of one kind of machine: those of the file, and those that this process added."""
+
+    def __init__(self, folder: Path, measured_on: MeasuredOn) -> None:
+        """Nothing is read or made yet; `folder` is ``cache_dir() / "times"`` as a rule."""
+        self.path = folder / measured_on.file_name
+        self._measured_on = measured_on
+        self._added: Times = {}
+        self._warned = False
+
+    def read(self) -> Times:
+        """All times, freshly read. Never raises."""
+        return _merged(self._of_file(), self._added)
+
+    def add(self, times: Mapping[str, Mapping[str, float]]) -> bool:
+        """Add times to those that are there, newer ones in place of older ones. Whether they will
+        be there for other processes, too: if not, a warning said why once."""
+        self._added = _merged(self._added, times)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS):
+                self._replace(_merged(self._of_file(), self._added))
+        except (OSError, Timeout) as error:
+            if not self._warned:
+                self._warned = True
+                why = getattr(error, "strerror", None) or error
+                warnings.warn(
+                    f"tmoe can't keep what it measured in {self.path}: {why}", stacklevel=2
+                )
+            return False
+        return True
+
+    def _of_file(self) -> Times:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(content, dict) or content.get("machine") != asdict(self._measured_on):
+            return {}
+        return _usable(content.get("times"))
+
+    def _replace(self, times: Times) -> None:
+        content = {"machine": asdict(self._measured_on), "times": times}
+        handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".new")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def _usable(times: Any) -> Times:
+    """Positive finite numbers by candidate by problem; whatever else stands there is left out."""
+    if not isinstance(times, dict):
+        return {}
+    usable = {
+        problem: {
+            name: float(ms)
+            for name, ms in candidates.items()
+            if isinstance(ms, int | float) and not isinstance(ms, bool)
+            and 0 < ms < math.inf
+        }
+        for problem, candidates in times.items()
+        if isinstance(candidates, dict)
+    }  # fmt: skip
+    return {problem: candidates for problem, candidates in usable.items() if candidates}
+
+
+def _merged(old: Times, new: Mapping[str, Mapping[str, float]]) -> Times:
+    problems = {**old, **new}
+    return {problem: {**old.get(problem, {}), **new.get(problem, {})} for problem in problems}
