@@ -4,6 +4,7 @@
 """
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+# What was measured on this machine before must not decide what a test runs.
+CACHE = tempfile.TemporaryDirectory(prefix="tmoe-tests-")
+os.environ["TMOE_CACHE_DIR"] = CACHE.name
 
 
 def pytest_collection_modifyitems(items):

@@ -26,7 +26,7 @@ ROOMS = {
     "options": ("checks", "registry"),
     "environment": (),
     "formats": ("kernels", "checks"),
-    "dispatch": (*WORDS, "registry", "options"),
+    "dispatch": (*WORDS, "registry", "options", "environment"),
     "backends": (*WORDS, "registry", "options", "kernels", "dispatch"),
     "library": (*WORDS, "registry", "options", "dispatch", "backends"),
     "arguments": WORDS,

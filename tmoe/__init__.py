@@ -14,6 +14,7 @@ if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "route.py").
 from . import formats  # noqa: E402
 from .activation import Activation  # noqa: E402
 from .dispatch.explain import explain  # noqa: E402
+from .dispatch.measure import autotune  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .formats import QuantizedTensor  # noqa: E402
 from .ops import (  # noqa: E402
@@ -56,6 +57,7 @@ __all__ = [
     "RoutingMethod",
     "RoutingReplay",
     "RoutingRule",
+    "autotune",
     "dequantize",
     "explain",
     "formats",

@@ -12,6 +12,7 @@ from ..activation import Activation
 from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..options import current
+from .measure import known_times
 from .problem import Machine, Problem, token_bucket
 from .resolve import Decision, resolve
 
@@ -34,7 +35,7 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
         problem = _describe(layer_or_problem, num_tokens)
     else:
         problem = replace(layer_or_problem, tokens=token_bucket(layer_or_problem.tokens))
-    return resolve(problem, current().backend)
+    return resolve(problem, current().backend, times=known_times(problem))
 
 
 def _describe(layer: nn.Module, num_tokens: int) -> Problem:

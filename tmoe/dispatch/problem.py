@@ -121,6 +121,11 @@ class Problem:
     deterministic: bool = False
     batch_invariant: bool = False
 
+    @property
+    def key(self) -> str:
+        """The problem without its machine, in words."""
+        return str(self).rpartition(" on ")[0]
+
     def __str__(self) -> str:
         first, second = ("D", "N") if self.op == "grouped_gemm" else ("H", "I")
         sizes = {

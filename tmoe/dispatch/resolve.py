@@ -1,17 +1,22 @@
 """Filter, then rank: from a problem to the backend that runs it, with every candidate's reason.
 
-Pure functions of the problem, so that a laptop can ask them about any machine.
+Pure functions of the problem and of what was measured, so that a laptop can ask them about any
+machine. Where times are known, the fastest goes first; the table of `ranking.py` decides the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .. import registry
 from .backend import Backend
 from .problem import Problem
 from .ranking import ranking
+
+NO_TIMES: Mapping[str, float] = MappingProxyType({})
 
 
 class NoBackendError(RuntimeError):
@@ -43,25 +48,36 @@ class Decision:
 
 
 def candidates(
-    problem: Problem, backends: Mapping[str, Backend] | None = None
+    problem: Problem,
+    backends: Mapping[str, Backend] | None = None,
+    times: Mapping[str, float] = NO_TIMES,
 ) -> tuple[Candidate, ...]:
     """What every backend says to `problem`, in the order of preference on its machine.
 
-    `backends` replaces the registered ones (tests, other people's dispatchers).
+    `backends` replaces the registered ones (tests, other people's dispatchers). `times`: measured
+    milliseconds by backend.
     """
     preferred = ranking(problem.machine)
     names = registry.names() if backends is None else tuple(backends)
     ordered = [name for name in preferred if name in names] + [
         name for name in names if name not in preferred
     ]
-    return tuple(
-        _ask(name, problem, backends, preferred.get(name, "not ranked on this machine"))
+    answers = [
+        _ask(name, problem, backends, preferred.get(name, "not ranked on this machine"), times)
         for name in ordered
-    )
+    ]
+    return tuple(sorted(answers, key=_measured_first))
+
+
+def _measured_first(answer: Candidate) -> float:
+    return math.inf if answer.timing is None else answer.timing
 
 
 def resolve(
-    problem: Problem, forced: str | None = None, backends: Mapping[str, Backend] | None = None
+    problem: Problem,
+    forced: str | None = None,
+    backends: Mapping[str, Backend] | None = None,
+    times: Mapping[str, float] = NO_TIMES,
 ) -> Decision:
     """The first candidate that accepts `problem`, or `forced` if that one accepts.
 
@@ -70,7 +86,7 @@ def resolve(
     names = registry.names() if backends is None else tuple(backends)
     if forced is not None and forced not in names:
         raise ValueError(f"resolve: backend must be one of {', '.join(names)}, got {forced!r}")
-    answers = candidates(problem, backends)
+    answers = candidates(problem, backends, times)
     if forced is None:
         chosen = next((answer.name for answer in answers if answer.accepted), None)
         if chosen is None:
@@ -86,7 +102,11 @@ def resolve(
 
 
 def _ask(
-    name: str, problem: Problem, backends: Mapping[str, Backend] | None, place: str
+    name: str,
+    problem: Problem,
+    backends: Mapping[str, Backend] | None,
+    place: str,
+    times: Mapping[str, float],
 ) -> Candidate:
     try:
         backend = registry.load(name) if backends is None else backends[name]
@@ -96,7 +116,7 @@ def _ask(
     if reason is not None:
         return Candidate(name, False, reason)
     form = backend.form(problem) if hasattr(backend, "form") else ""
-    return Candidate(name, True, f"{place}; {form}" if form else place)
+    return Candidate(name, True, f"{place}; {form}" if form else place, times.get(name))
 
 
 def _table(answers: tuple[Candidate, ...], chosen: str) -> str:

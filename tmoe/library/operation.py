@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
+from ..dispatch.measure import is_tuning, known_times, measure
 from ..dispatch.problem import Machine, Problem
-from ..dispatch.resolve import resolve
+from ..dispatch.resolve import candidates, resolve
 from ..formats.recipe import Recipe
 from ..options import Options, current
 from ..routing import Routing
@@ -50,17 +51,22 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=4096)
 def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Backend:
     """The backend for these facts: one look-up in the hot path."""
+    problem = _problem(device, options, facts, needs_grad)
+    decision = resolve(problem, options.backend, times=known_times(problem))
+    chosen: Backend = registry.load(decision.chosen)
+    return chosen
+
+
+def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
     routing = None if facts.routing is None else Routing.from_json(facts.routing)
     recipe = None if facts.recipe is None else Recipe.from_words(*facts.recipe)
-    problem = Problem(
+    return Problem(
         **facts._asdict() | {"routing": routing, "recipe": recipe},
         machine=Machine.of(device),
         needs_grad=needs_grad,
         deterministic=options.deterministic,
         batch_invariant=options.batch_invariant,
     )
-    chosen: Backend = registry.load(resolve(problem, options.backend).chosen)
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,28 @@ class Operation:
 
     def run(self, arguments: Any, needs_grad: bool, out: Tensor | None) -> Any:
         first = arguments[0]
-        backend = _choose(first.device, current(), self.facts(*arguments), needs_grad)
+        facts = self.facts(*arguments)
+        if is_tuning() and first.shape[0] > 0:
+            self.measure(arguments, facts, needs_grad)
+        backend = _choose(first.device, current(), facts, needs_grad)
         if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
             backend = registry.load("torch")
         with _device_guard(first.device), _autocast_off(first.device):
             return self.compute(backend, *arguments, out)
+
+    def measure(self, arguments: Any, facts: Facts, needs_grad: bool) -> None:
+        """Time all backends that accept the call, unless that was done before or one is forced."""
+        device, options = arguments[0].device, current()
+        problem = _problem(device, options, facts, needs_grad)
+        if options.backend is not None or needs_grad or known_times(problem):
+            return
+        names = [answer.name for answer in candidates(problem) if answer.accepted]
+        runs = {
+            name: partial(self.compute, registry.load(name), *arguments, None) for name in names
+        }
+        with _device_guard(device), _autocast_off(device):
+            if len(runs) > 1 and measure(problem, runs):
+                _choose.cache_clear()
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args

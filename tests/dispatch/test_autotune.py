@@ -1,0 +1,200 @@
+"""`tmoe.autotune`: what is timed and when, that the fastest runs, and that it is remembered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tmoe
+from tests.checking import assert_matches
+from tests.reference import fused_experts_ref
+from tmoe import registry
+from tmoe.dispatch import measure
+from tmoe.library import operation
+
+ROOT = Path(__file__).parents[2]
+E, K, H, I = 4, 2, 32, 16
+
+
+@pytest.fixture(autouse=True)
+def empty_store(monkeypatch, tmp_path):
+    """A cache folder of this test's own, and nothing remembered from another."""
+
+    def forget():
+        measure._times.cache_clear()
+        measure._store.cache_clear()
+        operation._choose.cache_clear()
+
+    monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Names of the backends that were timed; every run is run, and Triton is the fastest."""
+    names = []
+
+    def milliseconds(run, device_type):
+        run()
+        name = run.args[0].name
+        names.append(name)
+        return {"triton": 1.0, "torch": 2.0}[name]
+
+    monkeypatch.setattr(measure, "_milliseconds", milliseconds)
+    return names
+
+
+def layer(device, tokens=5):
+    dtype = torch.float32
+    x = torch.randn(tokens, H, device=device, dtype=dtype)
+    weights = torch.randn(E, 2 * I, H, device=device), torch.randn(E, H, I, device=device)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(max(tokens, 1))]).to(device)[:tokens]
+    return x, *weights, torch.rand(tokens, K, device=device), ids
+
+
+def ran(monkeypatch):
+    """Names of the backends whose experts run from here on."""
+    names = []
+    for name in ("torch", "triton"):
+        backend = registry.load(name)
+        real = type(backend).fused_experts
+
+        def spy(self, *args, real=real, name=name, **kwargs):
+            names.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(backend), "fused_experts", spy)
+    return names
+
+
+def test_the_fastest_runs_from_then_on(timed, monkeypatch, device):
+    names, arguments = ran(monkeypatch), layer(device)
+    before = tmoe.fused_experts(*arguments)
+    usual = names[-1]
+    with tmoe.autotune():
+        y = tmoe.fused_experts(*arguments)
+    assert sorted(timed) == ["torch", "triton"] and names[-1] == "triton"
+    again = tmoe.fused_experts(*layer(device, tokens=7))  # of the same bucket of 8
+    assert names[-1] == "triton" and usual in ("torch", "triton") and again.isfinite().all()
+    truth, naive = (fused_experts_ref(*arguments, dtype=t) for t in (torch.float64, torch.float32))
+    for result in (before, y):
+        assert_matches(result, truth, naive)
+
+
+def test_each_problem_is_timed_once_and_others_by_themselves(timed, device):
+    with tmoe.autotune():
+        for _ in range(3):
+            tmoe.fused_experts(*layer(device))
+        assert len(timed) == 2
+        tmoe.fused_experts(*layer(device, tokens=20))
+        assert len(timed) == 4
+        tmoe.fused_experts(*layer(device), activation="geglu")
+        assert len(timed) == 6
+
+
+def test_what_is_not_timed(timed, device):
+    """Nothing outside; no forced backend, no gradients, no empty call inside."""
+    x, gate_up, *rest = layer(device)
+    tmoe.fused_experts(x, gate_up, *rest)
+    with tmoe.autotune():
+        with tmoe.options(backend="torch"):
+            tmoe.fused_experts(x, gate_up, *rest)
+        tmoe.fused_experts(x, gate_up.clone().requires_grad_(), *rest)
+        tmoe.fused_experts(*layer(device, tokens=0))
+    tmoe.fused_experts(x, gate_up, *rest)
+    assert timed == []
+
+
+def test_every_operation_can_be_tuned(timed, device):
+    logits = torch.randn(5, E, device=device)
+    a, b = torch.randn(6, H, device=device), torch.randn(2, 8, H, device=device)
+    offsets = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    q = tmoe.quantize(b, "fp8_channel")
+    with tmoe.autotune():
+        tmoe.route(logits, tmoe.Routing(E, K, "Renormalize"))
+        tmoe.grouped_gemm(a, b, offsets)
+        tmoe.grouped_gemm(a, q, offsets, scheme="fp8_a16")
+        tmoe.quantize(a, "mxfp8")
+    assert len(timed) == 8
+
+
+def test_a_backend_that_fails_has_no_time(monkeypatch, device):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("out of registers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(registry.load("triton")), "fused_experts", fail)
+        names = ran(patch)
+        with tmoe.autotune(), pytest.warns(UserWarning, match="triton failed on .* out of reg"):
+            tmoe.fused_experts(*layer(device))
+        assert names[-1] == "torch"
+
+
+def test_explain_shows_the_times(timed, device):
+    moe = tmoe.MoE(H, I, tmoe.Routing(E, K, "Renormalize")).to(device).requires_grad_(False)
+    assert all(answer.timing is None for answer in tmoe.explain(moe, 5).candidates)
+    with tmoe.autotune():
+        moe(torch.randn(5, H, device=device))
+    decision = tmoe.explain(moe, 5)
+    assert decision.chosen == "triton"
+    assert [(c.name, c.timing) for c in decision.candidates] == [("triton", 1.0), ("torch", 2.0)]
+    assert "1.000 ms" in str(decision)
+
+
+def test_another_process_takes_what_this_one_measured(timed, empty_store, device):
+    with tmoe.autotune():
+        tmoe.fused_experts(*layer(device))
+    (file,) = (empty_store / "times").glob("*.json")
+    source = f"""
+import torch, tmoe
+from tmoe.dispatch.problem import Machine, Problem
+machine = Machine.of("{device.type}")
+problem = Problem("fused_experts", 5, {H}, {I}, {E}, {K}, torch.float32, machine,
+                  activation=tmoe.Activation.swiglu())
+decision = tmoe.explain(problem)
+print(decision.chosen, {{c.name: c.timing for c in decision.candidates}})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "triton {'triton': 1.0, 'torch': 2.0}"
+    file.write_text("broken")
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "'triton': None" in done.stdout
+
+
+def test_files_are_read_once(monkeypatch, device):
+    tmoe.fused_experts(*layer(device))
+    monkeypatch.setattr(Path, "read_text", None)
+    monkeypatch.setattr(Path, "open", None)
+    tmoe.fused_experts(*layer(device))
+    tmoe.fused_experts(*layer(device, tokens=40))  # a problem that was not asked about yet
+
+
+def test_real_times_are_positive_and_kept(device, empty_store):
+    with tmoe.autotune():
+        tmoe.fused_experts(*layer(device))
+    moe = tmoe.MoE(H, I, tmoe.Routing(E, K, "Renormalize")).to(device).requires_grad_(False)
+    times = [c.timing for c in tmoe.explain(moe, 5).candidates]
+    assert times == sorted(times) and times[0] > 0 and list((empty_store / "times").iterdir())
+
+
+@pytest.mark.gpu
+def test_a_capture_is_left_alone(timed, device):
+    arguments = layer(device)
+    tmoe.fused_experts(*arguments)
+    with tmoe.autotune():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tmoe.fused_experts(*arguments)
+    assert timed == []
