@@ -45,6 +45,7 @@ def test_times_are_merged_newer_ones_win(store, tmp_path):
 
 @pytest.mark.parametrize("field", [f.name for f in fields(H200)], ids="another {}".format)
 def test_another_machine_knows_nothing_of_it(store, tmp_path, field):
+    """CG05"""
     store.add(TIMES)
     elsewhere = Store(tmp_path / "times", replace(H200, **{field: "other"}))
     assert elsewhere.path != store.path and elsewhere.read() == {}
@@ -131,10 +132,12 @@ def writer(folder, name, count):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_lose_nothing_of_each_other(tmp_path):
-    writers = [writer(tmp_path, name, 20) for name in ("one", "two")]
-    assert [process.wait(timeout=120) for process in writers] == [0, 0]
-    wanted = {f"{name} {i}": {"triton": 1.0 + i} for name in ("one", "two") for i in range(20)}
+def test_processes_lose_nothing_of_each_other(tmp_path):
+    """CG07: one folder, several writers at once."""
+    names = ("one", "two", "three", "four")
+    writers = [writer(tmp_path, name, 20) for name in names]
+    assert [process.wait(timeout=120) for process in writers] == [0, 0, 0, 0]
+    wanted = {f"{name} {i}": {"triton": 1.0 + i} for name in names for i in range(20)}
     assert Store(tmp_path, H200).read() == wanted
 
 

@@ -41,6 +41,8 @@ DECISIONS = [
     (TRTLLM, "B200", "mxfp8", "0.7.4", None),
     (TRTLLM, "B200", "nvfp4", "0.6.16", None),
     (TRTLLM, "B200", "nvfp4", "0.6.16.post4", None),
+    (TRTLLM, "B200", "nvfp4", "0.6.16+cu130", None),  # EN02
+    (TRTLLM, "B200", "nvfp4", "0.6.15+cu130", "needs FlashInfer 0.6.16"),
     (TRTLLM, "B300", "nvfp4", "0.6.12", "needs FlashInfer 0.6.16 .* mended an address past"),
     (TRTLLM, "B200", "mxfp4_a8", "0.7.4", None),
     (TRTLLM, "B200", "mxfp4_a16", "0.7.4", None),
