@@ -181,14 +181,13 @@ def _dequantize_nvfp4_kernel(
     cols = pair * 2 + tl.arange(0, 2)[None, :]
     scale_ptr += matrix * stride_scale_l
     scale_ptrs = scale_ptr + row * stride_scale_m + cols.to(tl.int64) * stride_scale_k
-    s = decode_e4m3(tl.load(scale_ptrs, mask=(row < M) & (cols < blocks_in_row), other=0))
+    s = tl.load(scale_ptrs, mask=(row < M) & (cols < blocks_in_row), other=0)
+    s = decode_e4m3(s)[:, :, None]
     if global_scale_ptr is not None:
-        s = s[:, :, None] * _load_global_scale(
+        s *= _load_global_scale(
             global_scale_ptr, expert_offsets_ptr, matrix, first_row, M, num_experts,
             stride_global_e, stride_global_half, PAIRS, ACROSS, BLOCK_E,
         )  # fmt: skip
-    else:
-        s = s[:, :, None]
     out = tl.reshape(values * s, (PAIRS, 2 * BLOCK))
     cols = pair * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)[None, :]
     out_ptrs = out_ptr + (matrix * M + row) * K + cols

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from packaging.version import Version
 from .activation import Activation
 from .dispatch.problem import Machine, Problem
 from .dispatch.resolve import Candidate, candidates
-from .environment import cache_dir
+from .environment import cache_dir, installed_version
 
 # Minor versions that were built for each other.
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
@@ -49,9 +48,9 @@ def diagnose() -> Diagnosis:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": machine.triton_version,
-        "numpy": _installed("numpy"),
-        "transformers": _installed("transformers"),
-        "flashinfer": _installed("flashinfer-python"),
+        "numpy": installed_version("numpy"),
+        "transformers": installed_version("transformers"),
+        "flashinfer": installed_version("flashinfer-python"),
     }
     folder = cache_dir()
     return Diagnosis(
@@ -113,13 +112,6 @@ def hints(versions: dict[str, str | None], machine: Machine) -> list[str]:
 def _minor(text: str) -> str:
     parsed = Version(text)
     return f"{parsed.major}.{parsed.minor}"
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

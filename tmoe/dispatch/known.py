@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from ..activation import Activation
 from ..checks import expect
+from ..environment import installed_version
 from .problem import Machine, Problem, token_bucket
 
 NEWEST_TRITON = "3.7.1"  # taken for a machine that isn't here where none is installed here
@@ -67,9 +67,8 @@ def machine_with(gpu: str, *, triton_version: str | None = None) -> Machine:
     key = gpu.upper().replace(" ", "").replace("-", "")
     expect(key in GPUS, "machine_with", "gpu", f"one of {', '.join(GPUS)}", repr(gpu))
     name, capability = GPUS[key]
-    return Machine(
-        "cuda", name, capability, torch.__version__, triton_version or _installed_triton()
-    )
+    triton_version = triton_version or installed_version("triton") or NEWEST_TRITON
+    return Machine("cuda", name, capability, torch.__version__, triton_version)
 
 
 def model_layer(model: str) -> Layer:
@@ -103,10 +102,3 @@ def problem_of(
         scheme=scheme,
         needs_grad=needs_grad,
     )
-
-
-def _installed_triton() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return NEWEST_TRITON

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 import torch
 
-from ..environment import cache_dir
+from ..environment import cache_dir, installed_version
 from .problem import Machine, Problem
 from .store import MeasuredOn, Store, Times
 
@@ -107,12 +106,5 @@ def _measured_on(machine: Machine) -> MeasuredOn:
         driver = str(ask())
     return MeasuredOn(
         machine.name, driver, machine.torch_version, machine.triton_version,
-        _installed("flashinfer-python"), _installed("tmoe") or "unknown",
+        installed_version("flashinfer-python"), installed_version("tmoe") or "unknown",
     )  # fmt: skip
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -102,9 +102,8 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        finally:
+            Path(name).unlink(missing_ok=True)  # left only where something failed
 
 
 def _usable(times: Any) -> Times:
