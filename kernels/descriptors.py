@@ -20,6 +20,12 @@ def can_describe(x: Tensor) -> bool:
     return all(start > 0 and start % 16 == 0 for start in starts) and x.data_ptr() % 16 == 0
 
 
+def is_one_matrix(w: Tensor) -> bool:
+    """Whether `w` (E, N, D) can be described as (E · N, D), contiguous in D."""
+    follow_each_other = len(w) == 1 or w.stride(0) == w.shape[1] * w.stride(1)
+    return follow_each_other and w.stride(2) == 1 and can_describe(w)
+
+
 def describe_rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """Descriptor of `x` (S, D) with tiles of `rows` × `columns`; None if it can't be described."""
     if x.stride(1) != 1 or not can_describe(x):

@@ -32,6 +32,7 @@ from tmoe.kernels.casts import widen
 from tmoe.kernels.descriptors import describe_rows, describe_weights
 from tmoe.kernels.gemm_tile import finish_tile, load_tile, tile_position, weight_rows
 from tmoe.kernels.launch import (
+    GLUON_IS_KNOWN,
     cdiv,
     fp32_precision,
     multiplies_fp8,
@@ -52,6 +53,9 @@ from tmoe.kernels.weight_codes import (
     load_fine_scales,
     numbers,
 )
+
+if GLUON_IS_KNOWN:
+    from tmoe.kernels.fp8_blocks import fp8_blocks_gemm
 
 
 @triton.jit
@@ -277,8 +281,14 @@ def grouped_gemm(
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
     codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With a
-    scale of the result `out` is float8_e4m3fn.
+    scale of the result `out` is float8_e4m3fn. A specialised tile is for what `fp8_blocks_gemm`
+    takes.
     """
+    if tile.specialized:
+        return fp8_blocks_gemm(
+            out, a, w, order, tile, scales, bias=bias, row_weight=row_weight,
+            activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit,
+        )  # fmt: skip
     N, D = out.shape[1], a.shape[1] * (2 if scales.a_packed else 1)
     max_tiles = order.tiles.shape[0]
     programs = max_tiles * cdiv(N, tile.block_n)

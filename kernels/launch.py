@@ -13,6 +13,10 @@ from functools import cache
 
 import torch
 import triton
+from packaging.version import Version
+
+# Gluon is experimental: other versions may have other names.
+GLUON_IS_KNOWN = Version("3.6") <= Version(triton.__version__) < Version("3.8")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -76,6 +80,11 @@ def multiplies_fp8(device: torch.device) -> bool:
 def multiplies_block_scaled(device: torch.device) -> bool:
     """`has_block_scaled_units` of this device."""
     return has_block_scaled_units(architecture(device))
+
+
+def specializes_warps(device: torch.device) -> bool:
+    """Whether `fp8_blocks.py` can run: on Hopper, with a Triton whose Gluon it is written in."""
+    return GLUON_IS_KNOWN and architecture(device) == "sm_90"
 
 
 def supports_tma(device: torch.device) -> bool:

@@ -234,6 +234,7 @@ def quantize_fp8(
     power_of_two: bool = False,
     rows: Rows = ALL_ROWS,
     activation: tuple[str, float, float] | None = None,
+    scales_by_column: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x (..., M, K) fp32/fp16/bf16 -> data (..., M, K) float8_e4m3fn, scale fp32.
 
@@ -243,11 +244,17 @@ def quantize_fp8(
     power_of_two: computed scales are rounded up to powers of two.
     rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
+    scales_by_column: in memory, the computed scales of a column of blocks of x (M, K) lie together.
     """
     source = Source.of(x, rows, activation)
     shape = fp8_scale_shape(source.shape, block)
     has_scale = scale is not None
-    scale = scale.float() if has_scale else x.new_empty(shape, dtype=torch.float32)
+    if has_scale:
+        scale = scale.float()
+    elif scales_by_column:
+        scale = x.new_empty(shape[::-1], dtype=torch.float32).T
+    else:
+        scale = x.new_empty(shape, dtype=torch.float32)
     data = x.new_empty(source.shape, dtype=torch.uint8)
     if source.is_empty:
         scale = scale if has_scale else scale.fill_(1.0)

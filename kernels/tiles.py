@@ -24,7 +24,7 @@ class Tile:
     For a gated projection block_n counts the activated columns: block_n gate and block_n up
     columns. `group_m` row tiles sweep the columns together. `persistent`: as many programs as the
     GPU has multiprocessors, each taking tile after tile, so that one tile's stores overlap the next
-    one's loads.
+    one's loads. `specialized`: by `fp8_blocks.py`, whose warps have different jobs.
     """
 
     block_m: int
@@ -34,6 +34,7 @@ class Tile:
     num_stages: int
     group_m: int = 8
     persistent: bool = False
+    specialized: bool = False
 
     @property
     def halves_tails(self) -> bool:
@@ -42,7 +43,7 @@ class Tile:
         With some 256 rows per expert this saves a tenth of the arithmetic. Two kinds of tiles in
         one persistent loop would not be pipelined, so there it is off.
         """
-        return self.block_m >= 128 and not self.persistent
+        return self.block_m >= 128 and not self.persistent and not self.specialized
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,14 @@ class LayerTiles:
 
 
 # Few rows: the weights stream by once, and a tile only has to keep enough bytes in flight: wide
-# steps of the depth, and 16 rows, the tensor cores' minimum. Narrow experts (TP shards) make few
-# tiles, so theirs are narrower, and at a middling height their short sums (D = I) gain from a
-# persistent down projection. Many rows: 128 × 256 products keep the tensor cores busy.
+# steps of the depth, and 8 rows, with which the weights are the tensor cores' left operand. Narrow
+# experts (TP shards) make few tiles, so theirs are narrower, and at a middling height their short
+# sums (D = I) gain from a persistent down projection. Many rows: 128 × 256 products keep the tensor
+# cores busy.
 HOPPER = (
-    LayerTiles(Tile(16, 32, 256, 4, 4), Tile(16, 128, 128, 4, 3), 8, max_intermediate=256),
-    LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 3), 8),
+    LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 256, 64, 8, 4), 5, max_intermediate=256),
+    LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 64, 256, 4, 3), 5),
+    LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 3), 8),
     LayerTiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3), 24),
     LayerTiles(
         Tile(64, 128, 64, 4, 5),
@@ -91,25 +94,50 @@ INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
 
 # e4m3 times e4m3: half the bytes and twice the rate of bf16, so the depth goes by twice as much.
 HOPPER_FP8 = (
-    LayerTiles(Tile(16, 32, 256, 4, 4), Tile(16, 128, 128, 4, 4), 12, max_intermediate=256),
-    LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 64, 256, 4, 4), 12),
+    LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 256, 128, 8, 3), 5, max_intermediate=256),
+    LayerTiles(Tile(8, 64, 256, 4, 4), Tile(8, 64, 256, 4, 4), 5),
+    LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
     LayerTiles(Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48),
     LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True)),
 )
 # With scales for 128 of the depth a step has sums of its own beside the total, hence half the tile.
-# Three such programs share a multiprocessor: while one applies scales, another multiplies.
+# Three such programs share a multiprocessor: while one applies scales, another multiplies. Narrow
+# experts again have tiles of their own: a down projection of one or two steps wants wide ones.
 HOPPER_FP8_BLOCKS = (
-    LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 64, 128, 4, 6), 12),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 1 / 8),
+    LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 128, 128, 4, 4), 5, max_intermediate=256),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 5),
+    LayerTiles(Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
-    LayerTiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), 64),
+    LayerTiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), 48),
+    LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4), 96),
     LayerTiles(Tile(64, 64, 128, 4, 3, group_m=32), Tile(64, 128, 128, 4, 3, group_m=32)),
+)
+# With specialised warps tiles can be larger: three small programs read twice as much from L2.
+HOPPER_FP8_BLOCKS_SPECIALIZED = (
+    *HOPPER_FP8_BLOCKS[:-1],
+    LayerTiles(
+        Tile(128, 64, 128, 4, 6, group_m=16, specialized=True),
+        Tile(128, 128, 128, 4, 5, group_m=16, specialized=True),
+        768,
+    ),
+    LayerTiles(
+        Tile(192, 64, 128, 4, 4, specialized=True), Tile(192, 128, 128, 4, 4, specialized=True)
+    ),
 )
 # Other codes become bf16 on the way, which takes more time than to load them: where there are few
 # rows, small programs are many at once; with more rows each number serves more of them.
 HOPPER_DECODED = (
+    LayerTiles(Tile(8, 32, 128, 4, 4), Tile(8, 32, 256, 2, 4), 1 / 8),
     LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 64, 128, 2, 4), 8),
     LayerTiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4), 24),
+    LayerTiles(Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), 64),
+    LayerTiles(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+)
+# The same with scales for 128 of the depth: no wider steps, and sums of their own for each.
+HOPPER_DECODED_BLOCKS = (
+    *HOPPER_DECODED[1:3],
     LayerTiles(Tile(64, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), 64),
     LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
 )
@@ -127,7 +155,9 @@ QUANTIZED_INTERPRETER = (LayerTiles(Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4
 QUANTIZED_BY_KIND = {
     "fp8": HOPPER_FP8,
     "fp8 blocks": HOPPER_FP8_BLOCKS,
+    "fp8 blocks, specialized": HOPPER_FP8_BLOCKS_SPECIALIZED,
     "decoded": HOPPER_DECODED,
+    "decoded blocks": HOPPER_DECODED_BLOCKS,
     "block-scaled": BLACKWELL_SCALED,
 }
 
@@ -170,8 +200,8 @@ def _first_that_fits(
 
 def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, ...]:
     """The table for this GPU and what it does with codes: "fp8" multiplies e4m3 by e4m3, "fp8
-    blocks" with scales for 128 of the depth, "block-scaled" codes with their scales, "decoded"
-    makes numbers of the weights' codes."""
+    blocks" with scales for 128 of the depth (and "specialized" warps), "block-scaled" codes with
+    their scales, "decoded" and "decoded blocks" make numbers of the weights' codes."""
     name = architecture(device)
     if name == "interpreter":
         return QUANTIZED_INTERPRETER

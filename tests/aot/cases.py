@@ -168,7 +168,9 @@ def _quantized_layers() -> list[Case]:
         _quantized_layer(scheme, weights, num_tokens)
         for name, scheme in SCHEMES.items()
         for weights in scheme.weights
-        for num_tokens in ((16, 256, 512, 8192) if name in at_every_height else (512,))
+        for num_tokens in (
+            (1, 16, 256, 512, 1536, 8192, 16384) if name in at_every_height else (512,)
+        )
     ]
 
 

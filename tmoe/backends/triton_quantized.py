@@ -9,11 +9,13 @@ from torch import Tensor
 
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
+from tmoe.kernels.descriptors import is_one_matrix
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.launch import (
     has_block_scaled_units,
     has_fp8_units,
     multiplies_block_scaled,
+    specializes_warps,
 )
 from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
@@ -69,9 +71,13 @@ def quantized_experts(
     assert spec.scheme is not None
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
+    in_halves = activation.gated and not spec.interleaved
+    kind = _kind(gate_up_proj, inputs)
+    if kind == "fp8 blocks" and (not in_halves or I % 64 == 0):
+        kind = _specialized(kind, x, gate_up_proj, down_proj)
     tiles = choose_quantized_tiles(
         x.device,
-        _kind(gate_up_proj, inputs),
+        kind,
         rows_per_expert=S / spec.num_experts,
         intermediate=I,
         batch_invariant=current().batch_invariant,
@@ -85,14 +91,17 @@ def quantized_experts(
     a, gather = Inputs(x), True
     if inputs is not None:
         of_experts = scales.input is not None and scales.input.numel() > 1
-        if on_input is not None or of_experts:  # a token's codes differ from row to row
+        # A token's codes differ from row to row, or are wanted row by row.
+        if on_input is not None or of_experts or tiles.gate_up.specialized:
             rows = Rows(order.row_to_slot, K, on_input, offsets[-1:])
             gather, on_input = False, None
         elif _is_of_all(inputs) and scales.input is None:
             rows = Rows(used_tokens(order.slot_to_row))
         else:
             rows = ALL_ROWS
-        a = _quantize(x, inputs, scales.input, rows, offsets)
+        a = _quantize(
+            x, inputs, scales.input, rows, offsets, scales_by_column=tiles.gate_up.specialized
+        )
     # A static scale is known before the rows are: then the first GEMM quantises what it stores.
     of_hidden = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
     hidden = grouped_gemm(
@@ -107,7 +116,10 @@ def quantized_experts(
     if of_hidden is not None:
         a = Inputs(hidden, _of_rows(of_hidden, offsets, S))
     elif inputs is not None:
-        a = _quantize(hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets)
+        a = _quantize(
+            hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets,
+            scales_by_column=tiles.down.specialized,
+        )  # fmt: skip
     y = grouped_gemm(
         x.new_empty(S, H), a.data, down_proj.data, order, tiles.down,
         scales=_scales(down_proj, a),
@@ -129,18 +141,23 @@ def quantized_grouped_gemm(
     S, (E, N, _) = a.shape[0], b.shape
     expert_offsets, inputs = expert_offsets.contiguous(), SCHEMES[scheme].inputs
     _expect_static("grouped_gemm", inputs, a_scale=scale)
+    kind, y = _kind(b, inputs), a.new_empty(S, N) if out is None else out
+    if kind == "fp8 blocks" and y.stride(1) == 1:
+        kind = _specialized(kind, a, b)
     tile = choose_quantized_tiles(
         a.device,
-        _kind(b, inputs),
+        kind,
         rows_per_expert=S / E,
         intermediate=N,
         batch_invariant=current().batch_invariant,
     ).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
-    y = a.new_empty(S, N) if out is None else out
     rows = Inputs(a)
     if inputs is not None:
-        rows = _quantize(a, inputs, scale, Rows(count=expert_offsets[-1:]), expert_offsets)
+        rows = _quantize(
+            a, inputs, scale, Rows(count=expert_offsets[-1:]), expert_offsets,
+            scales_by_column=tile.specialized,
+        )  # fmt: skip
     grouped_gemm(y, rows.data, b.data, order, tile, scales=_scales(b, rows), bias=bias)
     return clear_tail(y, expert_offsets)
 
@@ -155,12 +172,14 @@ class Inputs:
 
 
 def _quantize(
-    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor
-) -> Inputs:
+    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor, *,
+    scales_by_column: bool,
+) -> Inputs:  # fmt: skip
     """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
     multiplied out: what the format holds, as numbers of x's dtype.
 
-    A static scale is one number or, if the rows are in expert order, (E,).
+    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column: as for
+    `quantize_fp8`.
     """
     format, of_experts = recipe.format, scale is not None and scale.numel() > 1
     keep = multiplies_block_scaled(x.device)
@@ -184,7 +203,9 @@ def _quantize(
     block = block_of(recipe.block_shape)
     if scale is not None and of_experts:
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
-    return Inputs(*quantize_fp8(x, block=block, scale=scale, rows=rows))
+    return Inputs(
+        *quantize_fp8(x, block=block, scale=scale, rows=rows, scales_by_column=scales_by_column)
+    )
 
 
 def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
@@ -217,6 +238,12 @@ def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
     if inputs is not None and multiplies_block_scaled(weight.device):
         return "block-scaled"
     return "decoded"
+
+
+def _specialized(kind: str, x: Tensor, *weights: QuantizedTensor) -> str:
+    """`kind` with specialised warps, if such inputs and weights suit them."""
+    suits = x.dtype == torch.bfloat16 and all(is_one_matrix(w.data) for w in weights)
+    return f"{kind}, specialized" if suits and specializes_warps(x.device) else kind
 
 
 def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Scales:
