@@ -233,11 +233,12 @@ def _is_of_all(recipe: Recipe) -> bool:
 
 def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
     """Of multiplication, as the tile tables call it."""
+    in_blocks = 128 in weight.block_shape
     if inputs is not None and inputs.format.scale is FLOAT32:
-        return "fp8 blocks" if weight.block_shape == (128, 128) else "fp8"
+        return "fp8 blocks" if in_blocks else "fp8"
     if inputs is not None and multiplies_block_scaled(weight.device):
         return "block-scaled"
-    return "decoded"
+    return "decoded blocks" if in_blocks else "decoded"
 
 
 def _specialized(kind: str, x: Tensor, *weights: QuantizedTensor) -> str:
