@@ -97,4 +97,8 @@ def reference(a, w, order, *, bias, row_weight, activation, gated, interleaved, 
     else:
         gate, up = y, None
     y = activate_ref(gate, up, name=activation, alpha=alpha, limit=limit)
-    return y if row_weight is None else y * row_weight.to(y.dtype)[order.row_to_slot.long(), None]
+    if row_weight is None:
+        return y
+    local = order.expert_offsets[-1]
+    y[:local] *= row_weight.to(y.dtype)[order.row_to_slot[:local].long(), None]
+    return y
