@@ -14,7 +14,8 @@ if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "route.py").
 from . import formats  # noqa: E402
 from .activation import Activation  # noqa: E402
 from .dispatch.explain import explain  # noqa: E402
-from .dispatch.measure import autotune  # noqa: E402
+from .dispatch.measure import autotune, prepare  # noqa: E402
+from .dispatch.prepared import prepared, release  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .formats import QuantizedTensor  # noqa: E402
 from .ops import (  # noqa: E402
@@ -68,7 +69,10 @@ __all__ = [
     "moe",
     "options",
     "pack_topk",
+    "prepare",
+    "prepared",
     "quantize",
+    "release",
     "replace_moe",
     "route",
     "router_z_loss",

@@ -109,6 +109,9 @@ def explain(
     needs_grad: Annotated[bool, typer.Option("--needs-grad", help="For training.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Another GPU than here: H200, B200, ...")] = None,
     triton: Annotated[str | None, typer.Option(help="Another version of Triton.")] = None,
+    flashinfer: Annotated[
+        str | None, typer.Option(help="Another version of FlashInfer: 0.7.4, or none.")
+    ] = None,
 ) -> None:
     """Say which backend would run a layer, here or on another GPU, and why the others would not.
 
@@ -133,11 +136,14 @@ def explain(
             from .formats.scheme import Scheme
 
             Scheme.of(scheme, "explain")
-        machine = Machine.of(here) if gpu is None else machine_with(gpu, triton_version=triton)
+        machine = Machine.of(here) if gpu is None else machine_with(gpu)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if gpu is None and triton is not None:
+    if triton is not None:
         machine = replace(machine, triton_version=triton)
+    if flashinfer is not None:
+        version = None if flashinfer == "none" else flashinfer
+        machine = replace(machine, flashinfer_version=version)
     problem = problem_of(
         layer, machine, num_tokens=tokens, dtype=dtypes[dtype.value],
         scheme=None if scheme == "bf16" else scheme, needs_grad=needs_grad,

@@ -4,3 +4,5 @@ from ..registry import register
 
 register("torch", "tmoe.backends.torch_backend:TorchBackend")
 register("triton", "tmoe.backends.triton_backend:TritonBackend")
+register("flashinfer_trtllm", "tmoe.backends.flashinfer.backend:trtllm")
+register("flashinfer_cutlass", "tmoe.backends.flashinfer.backend:cutlass")

@@ -13,6 +13,7 @@ from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..options import current
 from .measure import known_times
+from .prepared import backends_at
 from .problem import Machine, Problem, token_bucket
 from .resolve import Decision, resolve
 
@@ -68,9 +69,18 @@ def _describe(layer: nn.Module, num_tokens: int) -> Problem:
         has_bias=getattr(experts, "down_proj_bias", None) is not None,
         weight_on_input=getattr(experts, "weight_on_input", False),
         scheme=experts.scheme if isinstance(down_proj, QuantizedTensor) else None,  # type: ignore
+        prepared=backends_at(_first_projection(experts), down_proj),
         needs_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
         deterministic=asked.deterministic,
         batch_invariant=asked.batch_invariant,
+    )
+
+
+def _first_projection(experts: nn.Module) -> Tensor:
+    return next(
+        value
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+        if isinstance(value := getattr(experts, name, None), Tensor)
     )
 
 

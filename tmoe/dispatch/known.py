@@ -9,8 +9,10 @@ import torch
 from ..activation import Activation
 from ..checks import expect
 from ..environment import installed_version
+from ..formats.scheme import SCHEMES
 from .problem import Machine, Problem, token_bucket
 
+WITH_A_LAYOUT = ("flashinfer_cutlass", "flashinfer_trtllm")  # backends that prepare weights
 NEWEST_TRITON = "3.7.1"  # taken for a machine that isn't here where none is installed here
 
 # What torch calls a GPU, and its compute capability.
@@ -59,16 +61,18 @@ MODELS = {
 }
 
 
-def machine_with(gpu: str, *, triton_version: str | None = None) -> Machine:
-    """A machine with this GPU, this torch, and `triton_version`, or the Triton that is here.
+def machine_with(gpu: str) -> Machine:
+    """A machine with this GPU and the versions that are here; without Triton here, the newest.
 
     Raises ``ValueError`` for a GPU that isn't in `GPUS`; case, spaces and dashes don't matter.
     """
     key = gpu.upper().replace(" ", "").replace("-", "")
     expect(key in GPUS, "machine_with", "gpu", f"one of {', '.join(GPUS)}", repr(gpu))
     name, capability = GPUS[key]
-    triton_version = triton_version or installed_version("triton") or NEWEST_TRITON
-    return Machine("cuda", name, capability, torch.__version__, triton_version)
+    return Machine(
+        "cuda", name, capability, torch.__version__, installed_version("triton") or NEWEST_TRITON,
+        flashinfer_version=installed_version("flashinfer-python"),
+    )  # fmt: skip
 
 
 def model_layer(model: str) -> Layer:
@@ -86,7 +90,8 @@ def problem_of(
     scheme: str | None = None,
     needs_grad: bool = False,
 ) -> Problem:
-    """`fused_experts` of the layer on the machine."""
+    """`fused_experts` of the layer on the machine, its weights prepared for whoever wants that, and
+    with static scales where checkpoints of the scheme have them."""
     return Problem(
         op="fused_experts",
         tokens=token_bucket(num_tokens),
@@ -100,5 +105,7 @@ def problem_of(
         has_bias=layer.has_bias,
         weight_on_input=layer.weight_on_input,
         scheme=scheme,
+        has_static_scales=scheme is not None and SCHEMES[scheme].takes_scales,
+        prepared=WITH_A_LAYOUT,
         needs_grad=needs_grad,
     )

@@ -1,6 +1,7 @@
 """Measure: inside ``with tmoe.autotune():``, time every backend that accepts a problem, once.
 
-Nowhere else is anything timed. Times are of real calls with the caller's tensors, in milliseconds;
+Nowhere else is anything timed, and only there and inside ``with tmoe.prepare():`` weights are
+brought into another layout. Times are of real calls with the caller's tensors, in milliseconds;
 they are kept in the `Store` of this machine, which is read once per process, at the first decision.
 """
 
@@ -21,7 +22,7 @@ from .problem import Machine, Problem
 from .store import MeasuredOn, Store, Times
 
 WARM_UPS, REPEATS = 2, 5
-_tuning: ContextVar[bool] = ContextVar("tmoe_autotune", default=False)
+_doing: ContextVar[str] = ContextVar("tmoe_doing", default="")  # "prepare" or "autotune"
 
 
 @contextmanager
@@ -30,22 +31,48 @@ def autotune() -> Iterator[None]:
     also of later processes on such a machine, take the fastest.
 
     A problem is an operation with its sizes, dtypes and options, its number of tokens rounded up to
-    a power of two, so run the layer with the numbers of tokens that matter. Calls with a forced
-    backend, while gradients are needed, or while a CUDA graph is captured are left alone. Local to
-    the thread and to the asyncio task.
+    a power of two, so run the layer with the numbers of tokens that matter. Backends with a layout
+    of their own take part, as inside `prepare`; in the end only the fastest one's is kept. Calls
+    with a forced backend, while gradients are needed, or while a CUDA graph is captured are left
+    alone. Local to the thread and to the asyncio task.
     """
-    token = _tuning.set(True)
+    with _do("autotune"):
+        yield
+
+
+@contextmanager
+def prepare() -> Iterator[None]:
+    """Inside, the first call of every layer brings its weights into the layout of the backend that
+    is preferred on this machine, if that one has its own, and compares a result with Triton's.
+
+        with torch.inference_mode(), tmoe.prepare():
+            model(**some_inputs)  # at load time, once
+
+    Later calls of the layer, outside, run on that backend. The layout is a copy of the weights:
+    `prepared` lists what is held, `release` lets go of it, and so does a layer that is freed. A
+    backend whose result differs, or that can't be called, isn't used; a warning says why, and
+    `explain` from then on. With a forced backend the weights are prepared for that one. Calls that
+    need gradients, or while a CUDA graph is captured, are left alone.
+    """
+    with _do("prepare"):
+        yield
+
+
+@contextmanager
+def _do(what: str) -> Iterator[None]:
+    token = _doing.set(what)
     try:
         yield
     finally:
-        _tuning.reset(token)
+        _doing.reset(token)
 
 
-def is_tuning() -> bool:
-    """Whether this call is inside `autotune`, and may be repeated."""
-    if not _tuning.get():
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+def doing() -> str:
+    """ "autotune" or "prepare" if this call is inside, and may be repeated; else ""."""
+    what = _doing.get()
+    if what and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return ""
+    return what
 
 
 def known_times(problem: Problem) -> Mapping[str, float]:
@@ -106,5 +133,5 @@ def _measured_on(machine: Machine) -> MeasuredOn:
         driver = str(ask())
     return MeasuredOn(
         machine.name, driver, machine.torch_version, machine.triton_version,
-        installed_version("flashinfer-python"), installed_version("tmoe") or "unknown",
+        machine.flashinfer_version, installed_version("tmoe") or "unknown",
     )  # fmt: skip

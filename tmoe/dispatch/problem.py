@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
+from ..environment import installed_version
 from ..formats.recipe import Recipe
 from ..routing import Routing
 
@@ -62,6 +63,7 @@ class Machine:
     torch_version: str = torch.__version__
     triton_version: str | None = None  # None: Triton isn't installed
     interpreted: bool = False  # Triton kernels run in its CPU interpreter
+    flashinfer_version: str | None = None  # None: FlashInfer isn't installed
 
     @property
     def architecture(self) -> str:
@@ -91,7 +93,10 @@ def _machine(device: torch.device) -> Machine:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
-    return Machine(device.type, name, capability, torch.__version__, triton_version, interpreted)
+    return Machine(
+        device.type, name, capability, torch.__version__, triton_version, interpreted,
+        installed_version("flashinfer-python"),
+    )  # fmt: skip
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -117,6 +122,9 @@ class Problem:
     has_bias: bool = False
     weight_on_input: bool = False
     scheme: str | None = None
+    has_static_scales: bool = False  # of both projections' inputs
+    window: tuple[int, int] | None = None  # first and number of the local experts; None: all
+    prepared: tuple[str, ...] = ()  # backends that have these weights in their own layout
     needs_grad: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -139,6 +147,10 @@ class Problem:
         parts += [self.activation.name] if self.activation else []
         parts += [self.routing.name] if self.routing else []
         parts += [self.scheme] if self.scheme else []
-        flags = ("has_bias", "weight_on_input", "needs_grad", "deterministic", "batch_invariant")
+        parts += ["{1} experts from {0}".format(*self.window)] if self.window else []
+        flags = (
+            "has_bias", "weight_on_input", "has_static_scales",
+            "needs_grad", "deterministic", "batch_invariant",
+        )  # fmt: skip
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

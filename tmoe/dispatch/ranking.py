@@ -13,19 +13,34 @@ class Row:
 
     device_type: str
     order: tuple[tuple[str, str], ...]  # (backend, reason), best first
+    capabilities: tuple[tuple[int, int], ...] = ()  # none: all
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether it is about that device."""
+        of_capability = not self.capabilities or machine.capability in self.capabilities
+        return self.device_type == machine.device_type and of_capability
 
 
+TRITON = (
+    "triton",
+    "no separate gather, activation or scatter passes, no host sync; 1.98 times as fast as "
+    "grouped_mm on an H200 in bf16 (bench/results/h200_layer.json)",
+)
+TORCH = ("torch", "plain torch, differentiable; several passes over the rows")
 RANKING = (
     Row(
         "cuda",
         (
-            (
-                "triton",
-                "no separate gather, activation or scatter passes, no host sync; 1.98 times as "
-                "fast as grouped_mm on an H200 in bf16 (bench/results/h200_layer.json)",
-            ),
-            ("torch", "plain torch, differentiable; several passes over the rows"),
+            ("flashinfer_trtllm", "kernels made for this GPU; not measured by us: tmoe.autotune"),
+            ("flashinfer_cutlass", "where trtllm-gen has no kernel; not measured by us"),
+            TRITON,
+            TORCH,
         ),
+        ((10, 0), (10, 3)),
+    ),
+    Row(
+        "cuda",
+        (TRITON, ("flashinfer_cutlass", "only where it measures faster: tmoe.autotune"), TORCH),
     ),
     Row(
         "cpu",
@@ -46,5 +61,5 @@ ELSEWHERE = Row(
 
 def ranking(machine: Machine) -> dict[str, str]:
     """Backend name -> reason for its place, best first, on `machine`."""
-    row = next((row for row in RANKING if row.device_type == machine.device_type), ELSEWHERE)
+    row = next((row for row in RANKING if row.fits(machine)), ELSEWHERE)
     return dict(row.order)

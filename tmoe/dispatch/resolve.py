@@ -114,7 +114,7 @@ def _ask(
         return Candidate(name, False, f"can't be imported: {error}")
     reason = backend.why_not(problem)
     if reason is not None:
-        return Candidate(name, False, reason)
+        return Candidate(name, False, reason, times.get(name))
     form = backend.form(problem) if hasattr(backend, "form") else ""
     return Candidate(name, True, f"{place}; {form}" if form else place, times.get(name))
 

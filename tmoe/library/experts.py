@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
 from ..activation import Activation
 from ..checks import expect
+from ..dispatch import prepared
 from ..dispatch.backend import Backend
+from ..dispatch.prepared import ExpertWeights
 from ..dispatch.problem import ExpertsSpec, StaticScales, token_bucket
 from ..formats import QuantizedTensor
 from ..formats.format import FORMATS
 from .operation import Facts, Operation
+from .prepare import prepare_weights
 
 # grouped_gemm -------------------------------------------------------------------------------------
 
@@ -54,8 +58,8 @@ Operation(
 
 def _experts_facts(*arguments: Any) -> Facts:
     x, _, down_proj, _, topk_ids, gate_up_bias, down_bias, name, alpha, limit, *rest = arguments
-    _, weight_on_input, _, num_experts = rest
-    (T, K), (_, H, I) = topk_ids.shape, down_proj.shape
+    _, weight_on_input, first, num_experts = rest
+    (T, K), (local, H, I) = topk_ids.shape, down_proj.shape
     return Facts(
         "fused_experts",
         token_bucket(T),
@@ -67,7 +71,19 @@ def _experts_facts(*arguments: Any) -> Facts:
         activation=_activation(name, alpha, limit),
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
+        window=None if local == num_experts else (first, local),
+        prepared=_prepared(_plain_weights, arguments),
     )
+
+
+def _plain_weights(*arguments: Any) -> ExpertWeights:
+    _, gate_up, down, _, _, gate_up_bias, down_bias, name, alpha, limit, interleaved, *_ = arguments
+    activation = _activation(name, alpha, limit)
+    return ExpertWeights(gate_up, down, activation, interleaved, gate_up_bias, down_bias)
+
+
+def _prepared(weights_of: Callable[..., ExpertWeights], arguments: Any) -> tuple[str, ...]:
+    return () if prepared.is_empty() else prepared.backends_of(weights_of(*arguments))
 
 
 def _experts(backend: Backend, *rest: Any) -> Tensor:
@@ -90,6 +106,8 @@ Operation(
     compute=_experts,
     fake=lambda x, *rest: x.new_empty(x.shape),
     differentiable=(0, 1, 2, 3, 5, 6),
+    prepare=partial(prepare_weights, _plain_weights, _experts),
+    release=lambda backend, *arguments: prepared.keep_only(backend, _plain_weights(*arguments)),
 ).define()
 
 
@@ -126,14 +144,14 @@ Operation(
 
 
 def _quantized_facts(*arguments: Any) -> Facts:
-    x, _, down, _, topk_ids, gate_up_bias, down_bias, _, _, scheme, _, _, *rest = arguments
-    name, alpha, limit, _, weight_on_input, _, num_experts = rest
-    (T, K), H = topk_ids.shape, x.shape[1]
+    x, _, down, _, topk_ids, gate_up_bias, down_bias, input_scale, hidden_scale, *rest = arguments
+    scheme, format, block, name, alpha, limit, _, weight_on_input, first, num_experts = rest
+    (T, K), H, local = topk_ids.shape, x.shape[1], down[0].shape[0]
     return Facts(
         "fused_experts",
         token_bucket(T),
         H,
-        _weight(down, arguments[10], arguments[11], x).shape[2],
+        _weight(down, format, block, x).shape[2],
         num_experts,
         K,
         x.dtype,
@@ -141,6 +159,24 @@ def _quantized_facts(*arguments: Any) -> Facts:
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
         scheme=scheme,
+        has_static_scales=input_scale is not None and hidden_scale is not None,
+        window=None if local == num_experts else (first, local),
+        prepared=_prepared(_quantized_weights, arguments),
+    )
+
+
+def _quantized_weights(*arguments: Any) -> ExpertWeights:
+    x, gate_up, down, _, _, gate_up_bias, down_bias, input_scale, hidden_scale, *rest = arguments
+    _, format, block, name, alpha, limit, interleaved, *_ = rest
+    return ExpertWeights(
+        _weight(gate_up, format, block, x),
+        _weight(down, format, block, x),
+        _activation(name, alpha, limit),
+        interleaved,
+        gate_up_bias,
+        down_bias,
+        input_scale,
+        hidden_scale,
     )
 
 
@@ -191,4 +227,6 @@ Operation(
     compute=_quantized,
     fake=lambda x, *rest: x.new_empty(x.shape),
     differentiable=(0, 3, 5, 6),  # no backend has their gradients; asking for them is refused
+    prepare=partial(prepare_weights, _quantized_weights, _quantized),
+    release=lambda backend, *arguments: prepared.keep_only(backend, _quantized_weights(*arguments)),
 ).define()

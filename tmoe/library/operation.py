@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
-from ..dispatch.measure import is_tuning, known_times, measure
+from ..dispatch.measure import doing, known_times, measure
 from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import candidates, resolve
 from ..formats.recipe import Recipe
@@ -46,6 +46,9 @@ class Facts(NamedTuple):
     scheme: str | None = None
     has_bias: bool = False
     weight_on_input: bool = False
+    has_static_scales: bool = False
+    window: tuple[int, int] | None = None
+    prepared: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=4096)
@@ -81,6 +84,8 @@ class Operation:
     fake: Callable[..., Any]  # (*arguments, needs_grad)
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
     differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
+    prepare: Callable[..., None] | None = None  # (problem, backends, *arguments)
+    release: Callable[..., None] | None = None  # (backend to keep, *arguments)
 
     def define(self, *, has_out: bool = True) -> None:
         """Register the ops in torch.ops.tmoe."""
@@ -105,27 +110,39 @@ class Operation:
     def run(self, arguments: Any, needs_grad: bool, out: Tensor | None) -> Any:
         first = arguments[0]
         facts = self.facts(*arguments)
-        if is_tuning() and first.shape[0] > 0:
-            self.measure(arguments, facts, needs_grad)
+        if doing() and first.shape[0] > 0 and not needs_grad:
+            self.get_ready(arguments, facts)
+            facts = self.facts(*arguments)
         backend = _choose(first.device, current(), facts, needs_grad)
         if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
             backend = registry.load("torch")
         with _device_guard(first.device), _autocast_off(first.device):
             return self.compute(backend, *arguments, out)
 
-    def measure(self, arguments: Any, facts: Facts, needs_grad: bool) -> None:
-        """Time all backends that accept the call, unless that was done before or one is forced."""
+    def get_ready(self, arguments: Any, facts: Facts) -> None:
+        """Prepare the weights, and inside `tmoe.autotune` time all backends that accept the call,
+        unless that was done before or one is forced."""
         device, options = arguments[0].device, current()
-        problem = _problem(device, options, facts, needs_grad)
-        if options.backend is not None or needs_grad or known_times(problem):
-            return
+        problem = _problem(device, options, facts, False)
+        times, forced = known_times(problem), options.backend
+        tune = doing() == "autotune" and forced is None
+        with _device_guard(device), _autocast_off(device):
+            if self.prepare is not None:
+                order = [forced] if forced else [c.name for c in candidates(problem, times=times)]
+                self.prepare(problem, order, tune and not times, *arguments)
+                problem = _problem(device, options, self.facts(*arguments), False)
+            if tune and not times:
+                self.measure(problem, arguments)
+            if tune and self.release is not None:
+                self.release(resolve(problem, times=known_times(problem)).chosen, *arguments)
+
+    def measure(self, problem: Problem, arguments: Any) -> None:
         names = [answer.name for answer in candidates(problem) if answer.accepted]
         runs = {
             name: partial(self.compute, registry.load(name), *arguments, None) for name in names
         }
-        with _device_guard(device), _autocast_off(device):
-            if len(runs) > 1 and measure(problem, runs):
-                _choose.cache_clear()
+        if len(runs) > 1 and measure(problem, runs):
+            _choose.cache_clear()
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.backends.flashinfer import undo
 from tests.reference import activation_ref, fused_experts_ref
 from tmoe.activation import Activation
-from tmoe.backends.flashinfer.layer import Experts
+from tmoe.dispatch.prepared import ExpertWeights
 from tmoe.formats import QuantizedTensor
 
 
@@ -61,7 +61,7 @@ class Kernel:
         return (h * each(self.hidden)) @ self.down.mT * second + each(self.biases[1]) * unit2
 
 
-def dequantized(experts: Experts, x: Tensor) -> Tensor:
+def dequantized(experts: ExpertWeights, x: Tensor) -> Tensor:
     """The dequantised layer in fp64: (E, T, H), every expert's answer to every token."""
     E, T = len(experts.gate_up_proj), len(x)
     a, weights = Activation.of(experts.activation), (experts.gate_up_proj, experts.down_proj)

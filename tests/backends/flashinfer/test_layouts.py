@@ -20,7 +20,6 @@ from tests.backends.flashinfer.undo import (
 )
 from tmoe.activation import Activation
 from tmoe.backends.flashinfer import cutlass_weights, trtllm_weights
-from tmoe.backends.flashinfer.layer import Experts
 from tmoe.backends.flashinfer.layouts import (
     block_major,
     interleave_halves,
@@ -30,6 +29,7 @@ from tmoe.backends.flashinfer.layouts import (
     up_gate,
     up_gate_from_interleaved,
 )
+from tmoe.dispatch.prepared import ExpertWeights
 from tmoe.formats import FORMATS, QuantizedTensor, swizzle_scale
 from tools import record_flashinfer_layouts as tool
 
@@ -233,7 +233,7 @@ def test_recipes_are_flashinfers(name, recipe):
         block = (128, 128) if format == "fp8_block" else None
         w13, w2 = (tmoe.quantize(w, format, block_shape=block) for w in (w13, w2))
     scales = (1 / 8, 1 / 0.5) if format == "fp8_tensor" else (None, None)
-    experts = Experts(w13, w2, ACTIVATIONS[name], False, None, None, *scales)
+    experts = ExpertWeights(w13, w2, ACTIVATIONS[name], False, None, None, *scales)
     made = getattr(recipes, recipe)(experts).keywords()
     assert made.get("use_deepseek_fp8_block_scale", False) == (recipe == "cutlass_fp8_block")
     assert made.get("fp8_quantization_type", "DeepSeekFp8") == "DeepSeekFp8"
@@ -264,7 +264,7 @@ def test_shuffled_blocks_are_flashinfers(format, name):
             parts = [gate_first(part) for part in parts]
         projections.append(quantized(*parts, format))
     scales = (1.0, 1.0) if format == "nvfp4" else (None, None)
-    experts = Experts(*projections, ACTIVATIONS[name], False, None, None, *scales)
+    experts = ExpertWeights(*projections, ACTIVATIONS[name], False, None, None, *scales)
     recipe = recipes.trtllm_mxfp8 if format == "mxfp8" else recipes.trtllm_fp4
     unused = {"nvfp4": ("gemm1_alpha",), "mxfp4": ONES}.get(format, ())
     recorded = RECORDED["replaced quantisers"][name][format]
@@ -279,7 +279,7 @@ def test_filled_up_codes_are_flashinfers():
     """Both halves are filled up on their own. FlashInfer's scales there are 1, ours the byte 0."""
     codes1, scale1, codes2, scale2 = tool.filled_up_input()
     projections = quantized(codes1, scale1, "nvfp4"), quantized(codes2, scale2, "nvfp4")
-    made = recipes.trtllm_fp4(Experts(*projections, input_scale=1.0, hidden_scale=1.0))
+    made = recipes.trtllm_fp4(ExpertWeights(*projections, input_scale=1.0, hidden_scale=1.0))
     assert (made.sizes.padded_hidden, made.sizes.padded_intermediate) == (256, 128)
     first = gate_up_of_fused(unshuffled(made.gemm1_weights, 128))
     second = unshuffled(made.gemm2_weights, 128)

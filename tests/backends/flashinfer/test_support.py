@@ -18,8 +18,10 @@ from tmoe.formats import SCHEMES
 TRTLLM, CUTLASS = "flashinfer_trtllm", "flashinfer_cutlass"
 
 
-def problem(gpu="B200", model="deepseek-v3", scheme=None, num_tokens=64, **changes):
-    machine = machine_with(gpu, triton_version="3.7.1")
+def problem(
+    gpu="B200", model="deepseek-v3", scheme=None, num_tokens=64, version="0.7.4", **changes
+):
+    machine = replace(machine_with(gpu), flashinfer_version=version)
     layer = MODELS[model]
     asked = problem_of(layer, machine, num_tokens=num_tokens, dtype=torch.bfloat16, scheme=scheme)
     return replace(asked, **changes)
@@ -70,7 +72,7 @@ DECISIONS = [
 
 @pytest.mark.parametrize(("backend", "gpu", "scheme", "version", "said"), DECISIONS)
 def test_decisions(backend, gpu, scheme, version, said):
-    refusal = why_not(backend, problem(gpu, scheme=scheme), version)
+    refusal = why_not(backend, problem(gpu, scheme=scheme, version=version))
     assert_said(refusal, said)
 
 
@@ -91,7 +93,7 @@ LAYERS = [
     (TRTLLM, None, {"num_experts": 6}, "a multiple of 4 experts, up to 2048, got 6"),
     (TRTLLM, None, {"num_experts": 4096}, "up to 2048, got 4096"),
     (TRTLLM, None, {"top_k": 33}, "up to 32 experts per token, got 33"),
-    (TRTLLM, None, {"dtype": torch.float16}, "returns bfloat16, x is float16"),
+    (TRTLLM, None, {"dtype": torch.float16}, "returns bfloat16 in this scheme, x is float16"),
     (TRTLLM, None, {"needs_grad": True}, "no backward"),
     (TRTLLM, None, {"batch_invariant": True}, "depend on its batch"),
     (TRTLLM, "nvfp4", {"tokens": 524288}, "right up to 300000 tokens, got 524288"),
@@ -99,13 +101,29 @@ LAYERS = [
     (TRTLLM, "fp8_tensor", {"weight_on_input": True}, "for 1 expert per token, got 8"),
     (TRTLLM, "nvfp4", {"weight_on_input": True, "top_k": 1}, "applies the routing weight to the o"),
     (CUTLASS, "fp8_tensor", {"weight_on_input": True, "top_k": 1}, "applies the routing weight"),
+    (TRTLLM, "nvfp4", {"has_static_scales": False}, "inputs with static scales, none are given"),
+    (TRTLLM, "fp8_tensor", {"has_static_scales": False}, "static scales, none are given"),
+    (TRTLLM, "mxfp8", {"activation": Activation("geglu")}, "which GELU its GeGLU has"),
+    (CUTLASS, None, {"activation": Activation("geglu_tanh")}, None),
+    (CUTLASS, None, {"dtype": torch.float16}, None),
+    (TRTLLM, "fp8_block", {"window": (96, 96)}, None),
+    (CUTLASS, "nvfp4", {"window": (64, 64)}, None),
+    (CUTLASS, "nvfp4", {"window": (96, 64)}, "evenly among ranks, got 64 of 256 from 96"),
+    (CUTLASS, "nvfp4", {"window": (0, 96)}, "evenly among ranks, got 96 of 256 from 0"),
+    (
+        TRTLLM,
+        "fp8_tensor",
+        {"activation": Activation.swiglu_step(limit=7), "version": "0.7.0"},
+        "0.7.0 can't be called: it has no parameter gemm1_clamp_limit",
+    ),
+    (TRTLLM, "fp8_tensor", {"activation": Activation.swiglu_step(limit=7)}, None),
     (TRTLLM, None, {"op": "grouped_gemm"}, "whole expert layers, not grouped_gemm"),
 ]
 
 
 @pytest.mark.parametrize(("backend", "scheme", "changes", "said"), LAYERS)
 def test_layers_and_calls(backend, scheme, changes, said):
-    assert_said(why_not(backend, problem(scheme=scheme, **changes), "0.7.4"), said)
+    assert_said(why_not(backend, problem(scheme=scheme, **changes)), said)
 
 
 @pytest.mark.parametrize("backend", USES)
@@ -114,7 +132,7 @@ def test_every_scheme_gets_an_answer_everywhere(backend):
     for scheme in (None, *SCHEMES):
         for gpu in GPUS:
             for version in versions:
-                said = why_not(backend, problem(gpu, scheme=scheme), version)
+                said = why_not(backend, problem(gpu, scheme=scheme, version=version))
                 assert said is None or (len(said) > 20 and "\n" not in said)
 
 
@@ -128,7 +146,7 @@ def test_what_is_accepted_can_be_called(backend):
         accepted = [
             version
             for version in recorded_versions()
-            if support._about_version(use.entry, str(version)) is None
+            if support._about_version(use, problem(version=str(version))) is None
         ]
         assert str(accepted[-1]) == "0.7.4" and len(accepted) >= 4
         for version in accepted:
@@ -137,10 +155,10 @@ def test_what_is_accepted_can_be_called(backend):
 
 
 def test_a_signature_that_does_not_fit_is_a_reason(monkeypatch):
-    entry = replace(support.BF16_ROUTED, keywords=(*support.BF16_ROUTED.keywords, "new_keyword"))
-    said = support._about_version(entry, "0.7.4")
+    use, other = USES[TRTLLM]["bf16"], USES[TRTLLM]["fp8_tensor"]
+    entry = replace(use.entry, keywords=(*use.entry.keywords, "new_keyword"))
+    said = support._about_version(replace(use, entry=entry), problem())
     assert "can't be called: it has no parameter new_keyword" in said
-    absent = replace(support.FP8_TENSOR_ROUTED, promoted_from="0.6.8")
-    assert "FlashInfer 0.6.12 has no trtllm_fp8_per_tensor" in support._about_version(
-        absent, "0.6.12"
-    )
+    absent = replace(other, entry=replace(other.entry, promoted_from="0.6.8"))
+    said = support._about_version(absent, problem(version="0.6.12"))
+    assert "FlashInfer 0.6.12 has no trtllm_fp8_per_tensor" in said

@@ -17,7 +17,8 @@ from tests.backends.flashinfer import undo
 from tests.backends.flashinfer.by_hand import Kernel, dequantized, of_cutlass, of_trtllm
 from tmoe.activation import Activation
 from tmoe.backends.flashinfer import cutlass_weights, trtllm_weights
-from tmoe.backends.flashinfer.layer import Experts, Sizes
+from tmoe.backends.flashinfer.layer import Sizes
+from tmoe.dispatch.prepared import ExpertWeights
 from tmoe.formats import FORMATS, QuantizedTensor
 
 recipes = SimpleNamespace(**vars(trtllm_weights) | vars(cutlass_weights))
@@ -90,13 +91,13 @@ def make(case: Case, activation: Activation, bias: bool = False, interleaved: bo
         w13, w2 = (w.to(getattr(torch, case.format)) for w in (w13, w2))
     biases = (torch.randn(E, rows).bfloat16(), torch.randn(E, case.H).bfloat16())
     static = case.format in ("fp8_tensor", "nvfp4")
-    return Experts(
+    return ExpertWeights(
         w13, w2, activation, interleaved, *(biases if bias else (None, None)),
         *((A1, torch.tensor([A2, 2 * A2, 3 * A2])) if static else (None, None)),
     )  # fmt: skip
 
 
-def prepared(case: Case, experts: Experts):
+def prepared(case: Case, experts: ExpertWeights):
     return getattr(recipes, case.recipe)(experts, **dict(case.options))
 
 
@@ -106,7 +107,7 @@ def kernel_of(case: Case, made, activation: Activation) -> Kernel:
     return of_cutlass(made, case.format, activation)
 
 
-def assert_same_layer(kernel: Kernel, experts: Experts) -> None:
+def assert_same_layer(kernel: Kernel, experts: ExpertWeights) -> None:
     activation = Activation.of(experts.activation)
     H = experts.down_proj.shape[1]
     x = torch.randn(T, H, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Expert weights as FlashInfer's cutlass kernels take them: a function per recipe, for load time.
 
-Each takes an `Experts` and returns tensors and scalars by `cutlass_fused_moe`'s keywords; a1, a2,
-s13 and s2 are as in `trtllm_weights`. Biases, beta and limit are in natural units.
+Each takes an `ExpertWeights` and returns tensors and scalars by `cutlass_fused_moe`'s keywords; a1,
+a2, s13 and s2 are as in `trtllm_weights`. Biases, beta and limit are in natural units.
 
 A function raises ValueError (function, argument, wanted, got) for what the entry point can't
 express, and looks at values: on a GPU it waits for them.
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ...checks import expect
+from ...dispatch.prepared import ExpertWeights
 from ...formats import swizzle_scale
-from .layer import Experts, Layer, Rule
+from .layer import Layer, Rule
 from .weight_parts import (
     FP8_BLOCK,
     Maybe,
@@ -64,14 +65,14 @@ class CutlassWeights(Prepared):
     use_mxfp8_act_scaling: bool = False
 
 
-def cutlass_bf16(experts: Experts) -> CutlassWeights:
+def cutlass_bf16(experts: ExpertWeights) -> CutlassWeights:
     """bf16 or fp16, without quant_scales. H is a multiple of 8; I is filled up to one of 8."""
     layer = Layer.of(RULES["cutlass_bf16"], experts)
     return _cutlass(layer, *codes(layer), [], experts.down_proj.dtype)
 
 
 def cutlass_fp8_per_tensor(
-    experts: Experts, output_dtype: torch.dtype = torch.bfloat16
+    experts: ExpertWeights, output_dtype: torch.dtype = torch.bfloat16
 ) -> CutlassWeights:
     """fp8_tensor, requantised as in `trtllm_fp8_per_tensor`. H is a multiple of 16; I is filled up
     to one of 16.
@@ -86,7 +87,7 @@ def cutlass_fp8_per_tensor(
 
 
 def cutlass_fp8_block(
-    experts: Experts, output_dtype: torch.dtype = torch.bfloat16
+    experts: ExpertWeights, output_dtype: torch.dtype = torch.bfloat16
 ) -> CutlassWeights:
     """fp8_block, 128×128, H and I multiples of 128. Scales below 1e-10 become that.
 
@@ -97,7 +98,9 @@ def cutlass_fp8_block(
     return _cutlass(layer, *codes(layer), scales, output_dtype, use_deepseek_fp8_block_scale=True)
 
 
-def cutlass_nvfp4(experts: Experts, output_dtype: torch.dtype = torch.bfloat16) -> CutlassWeights:
+def cutlass_nvfp4(
+    experts: ExpertWeights, output_dtype: torch.dtype = torch.bfloat16
+) -> CutlassWeights:
     """nvfp4; each input scale is one number or (E,). H is a multiple of 64; I is filled up to one
     of 64, or of 128 without a gate.
 
@@ -111,7 +114,9 @@ def cutlass_nvfp4(experts: Experts, output_dtype: torch.dtype = torch.bfloat16) 
     return _cutlass(layer, *codes(layer, torch.int64), scales, output_dtype)
 
 
-def cutlass_mxfp4(experts: Experts, output_dtype: torch.dtype = torch.bfloat16) -> CutlassWeights:
+def cutlass_mxfp4(
+    experts: ExpertWeights, output_dtype: torch.dtype = torch.bfloat16
+) -> CutlassWeights:
     """mxfp4 whose inputs are mxfp8. H is a multiple of 128; I is filled up to one of 128.
 
     quant_scales: swizzled block scales as int32 (E, 2I, H/128), ones (E,), and the same for the

@@ -11,33 +11,9 @@ from torch import Tensor
 
 from ...activation import Activation
 from ...checks import expect, expect_type
+from ...dispatch.prepared import ExpertWeights
 from ...formats import QuantizedTensor
 from .layouts import as_bytes, interleave_halves, up_gate, up_gate_from_interleaved
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A layer's expert weights as tmoe holds them; nothing here is changed.
-
-    Attributes:
-        gate_up_proj: (E, 2I, H), rows [gate; up], or (E, I, H) for an ungated activation; bf16,
-            fp16 or a `QuantizedTensor`.
-        down_proj: (E, H, I) of the same format.
-        activation: a name or an `Activation`.
-        interleaved: the rows of gate_up_proj and of its bias are g0, u0, g1, u1, ...
-        gate_up_bias, down_bias: (E, 2I) or (E, I), and (E, H).
-        input_scale, hidden_scale: static scales of the two projections' inputs, one number or
-            (E,): fp8_tensor's scale, nvfp4's global scale. Needed for these, None for others.
-    """
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    activation: str | Activation = "swiglu"
-    interleaved: bool = False
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    input_scale: Tensor | float | None = None
-    hidden_scale: Tensor | float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +63,19 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`Experts` that a recipe accepts; the methods bring their parts into order."""
+    """`ExpertWeights` that a recipe accepts; the methods bring their parts into order."""
 
     op: str
-    experts: Experts
+    experts: ExpertWeights
     activation: Activation
     format: str
     sizes: Sizes
 
     @classmethod
-    def of(cls, rule: Rule, experts: Experts) -> Layer:
+    def of(cls, rule: Rule, experts: ExpertWeights) -> Layer:
         """Raise TypeError or ValueError unless the rule allows all that `experts` hold."""
         op = rule.op
-        expect_type(experts, Experts, op, "experts")
+        expect_type(experts, ExpertWeights, op, "experts")
         formats = [_format(rule, arg, experts) for arg in ("gate_up_proj", "down_proj")]
         expect(formats[0] == formats[1], op, "down_proj", f"{formats[0]} as well", formats[1])
         format, activation = formats[0], Activation.of(experts.activation)
@@ -169,7 +145,7 @@ class Layer:
         return scale.clone()
 
 
-def _format(rule: Rule, arg: str, experts: Experts) -> str:
+def _format(rule: Rule, arg: str, experts: ExpertWeights) -> str:
     """Of a projection, checked: a format's name, or a dtype's."""
     weight = getattr(experts, arg)
     expect_type(weight, Tensor, rule.op, arg)
@@ -183,7 +159,7 @@ def _format(rule: Rule, arg: str, experts: Experts) -> str:
     return name
 
 
-def _sizes(rule: Rule, experts: Experts, activation: Activation) -> Sizes:
+def _sizes(rule: Rule, experts: ExpertWeights, activation: Activation) -> Sizes:
     """The layer's sizes, from shapes that fit each other and the rule."""
     E, H, I = experts.down_proj.shape
     rows = (1 + activation.gated) * I

@@ -7,15 +7,16 @@ are compared exactly: FlashInfer's own checks let some pass whose kernels then f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
 from packaging.version import InvalidVersion, Version
 
 from ...activation import Activation
 from ...dispatch.problem import Problem
 from . import cutlass_weights, trtllm_weights
-from .signatures import BELOW, binds, signature
+from .calls import ACTIVATION_TYPES
+from .signatures import BELOW, binds, enum_members, signature
 
 Capabilities = tuple[tuple[int, int], ...]
 BLACKWELL: Capabilities = ((10, 0), (10, 3))
@@ -23,6 +24,9 @@ MOST_TOKENS = 300_000  # NVFP4 reads illegal addresses from about 305,000 on
 MOST_EXPERTS, MOST_TOP_K = 2048, 32  # that the sort of given ids is compiled for
 
 _WINDOW = "num_experts top_k intermediate_size local_expert_offset local_num_experts".split()
+# Schemes whose inputs have static scales, which prepared weights contain.
+STATIC = ("fp8_tensor", "nvfp4")
+
 _TRTLLM = ["topk_ids", "routing_method_type", "do_finalize", "tune_max_num_tokens", *_WINDOW]
 _GROUPED = ["n_group", "topk_group", "routed_scaling_factor", "activation_type"]
 _WEIGHTS = ["hidden_states", "gemm1_weights", "gemm2_weights"]
@@ -76,7 +80,8 @@ CUTLASS = EntryPoint(
      "fc2_expert_weights", "output_dtype", "quant_scales", "fc1_expert_biases",
      "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "input_sf", "output",
      "ep_size", "ep_rank", "tp_size", "tp_rank", "use_deepseek_fp8_block_scale",
-     "use_mxfp8_act_scaling", "use_fused_finalize", "activation_type", "tune_max_num_tokens"),
+     "use_mxfp8_act_scaling", "swizzled_input_sf", "use_fused_finalize", "activation_type",
+     "tune_max_num_tokens"),
 )  # fmt: skip
 
 # By backend and scheme; "bf16" stands for weights that aren't quantised.
@@ -101,8 +106,8 @@ USES = {
 RULES = trtllm_weights.RULES | cutlass_weights.RULES
 
 
-def why_not(backend: str, problem: Problem, flashinfer_version: str | None) -> str | None:
-    """Why `backend` can't run the problem with this FlashInfer on its machine, in one sentence with
+def why_not(backend: str, problem: Problem) -> str | None:
+    """Why `backend` can't run the problem with the FlashInfer of its machine, in one sentence with
     numbers; None if it can. Pure: nothing is imported, nothing of this machine is looked at."""
     if problem.op != "fused_experts":
         return f"runs whole expert layers, not {problem.op} by itself"
@@ -112,7 +117,7 @@ def why_not(backend: str, problem: Problem, flashinfer_version: str | None) -> s
         return f"has no kernels for {scheme}; it has {', '.join(USES[backend])}"
     return (
         _about_device(use, problem.machine.capability, scheme)
-        or _about_version(use.entry, flashinfer_version)
+        or _about_version(use, problem)
         or _about_layer(use, problem)
         or _about_call(use, problem)
     )
@@ -126,13 +131,26 @@ def _about_device(use: Use, capability: tuple[int, int] | None, scheme: str) -> 
     return f"{use.entry.name} runs {scheme} on compute capability {wanted}, got {got}"
 
 
-def _about_version(entry: EntryPoint, flashinfer_version: str | None) -> str | None:
-    if flashinfer_version is None:
+def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
+    """All that a call passes which the function must take, constants of the activation included."""
+    if use.entry is CUTLASS:
+        return use.entry.keywords
+    constants = {
+        "gemm1_alpha": activation.alpha != 1.0,
+        "gemm1_beta": activation.name == "swiglu_oai",
+        "gemm1_clamp_limit": activation.limit != math.inf,
+    }
+    return tuple(dict.fromkeys((*use.entry.keywords, *(n for n in constants if constants[n]))))
+
+
+def _about_version(use: Use, problem: Problem) -> str | None:
+    entry, installed = use.entry, problem.machine.flashinfer_version
+    if installed is None:
         return "FlashInfer isn't installed"
     try:
-        version = Version(flashinfer_version)
+        version = Version(installed)
     except InvalidVersion:
-        return f"FlashInfer's version can't be read: {flashinfer_version}"
+        return f"FlashInfer's version can't be read: {installed}"
     if version.release >= BELOW:
         below = ".".join(map(str, BELOW))
         return f"knows FlashInfer below {below}, got {version}"
@@ -142,7 +160,12 @@ def _about_version(entry: EntryPoint, flashinfer_version: str | None) -> str | N
     takes = signature(version, entry.name)
     if takes is None:
         return f"FlashInfer {version} has no {entry.name}"
-    complaint = binds(takes, entry.keywords)
+    activation = problem.activation or Activation("swiglu")
+    complaint = binds(takes, keywords_of(use, activation))
+    if complaint is None and ACTIVATION_TYPES[activation.name] not in enum_members(
+        version, "ActivationType"
+    ):
+        complaint = f"it has no {activation.name}"
     return complaint and f"{entry.name} of FlashInfer {version} can't be called: {complaint}"
 
 
@@ -150,6 +173,8 @@ def _about_layer(use: Use, problem: Problem) -> str | None:
     rule, activation = RULES[use.recipe], problem.activation or Activation("swiglu")
     if wanted := rule.wanted_activation(activation):
         return f"{use.entry.name} has {wanted}, got {activation.name}"
+    if activation.name == "geglu" and use.entry is not CUTLASS:
+        return f"{use.entry.name} doesn't say which GELU its GeGLU has: erf's or tanh's"
     sizes = rule.wanted_size(problem.hidden, problem.intermediate, gated=activation.gated)
     if sizes is not None:
         return f"{use.entry.name} needs a layer {sizes[0]}, got {sizes[1]}"
@@ -164,9 +189,12 @@ def _about_layer(use: Use, problem: Problem) -> str | None:
 
 
 def _about_call(use: Use, problem: Problem) -> str | None:
-    if problem.dtype != torch.bfloat16:
-        got = str(problem.dtype).removeprefix("torch.")
-        return f"{use.entry.name} returns bfloat16, x is {got}"
+    got = str(problem.dtype).removeprefix("torch.")
+    wanted = [f for f in RULES[use.recipe].formats if f.endswith("float16")] or ["bfloat16"]
+    if got not in wanted:
+        return f"{use.entry.name} returns {' or '.join(wanted)} in this scheme, x is {got}"
+    if problem.scheme in STATIC and not problem.has_static_scales:
+        return f"{use.entry.name} takes {problem.scheme} inputs with static scales, none are given"
     if problem.needs_grad:
         return f"{use.entry.name} has no backward, and gradients are needed"
     if problem.batch_invariant:
@@ -175,6 +203,11 @@ def _about_call(use: Use, problem: Problem) -> str | None:
         return f"{use.entry.name} applies the routing weight to the output in this scheme"
     if problem.weight_on_input and problem.top_k != 1:
         return f"{use.entry.name} scales inputs for 1 expert per token, got {problem.top_k}"
+    if problem.window is not None and use.entry is CUTLASS:
+        first, count = problem.window
+        if problem.num_experts % count != 0 or first % count != 0:
+            got = f"{count} of {problem.num_experts} from {first}"
+            return f"{use.entry.name} divides experts evenly among ranks, got {got}"
     if problem.tokens > MOST_TOKENS:
         return f"{use.entry.name} is right up to {MOST_TOKENS} tokens, got {problem.tokens}"
     return None

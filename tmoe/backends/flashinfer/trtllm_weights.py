@@ -1,7 +1,8 @@
 """Expert weights as FlashInfer's trtllm-gen kernels take them: a function per recipe, at load time.
 
-Each takes an `Experts` and returns tensors and scalars by the entry point's keywords. Let a1 and a2
-be the scales of the two projections' inputs, s13 and s2 those of the weights (real = code · scale).
+Each takes an `ExpertWeights` and returns tensors and scalars by the entry point's keywords. Let a1
+and a2 be the scales of the two projections' inputs, s13 and s2 those of the weights (real = code ·
+scale).
 From the codes' dot products acc, the kernels compute
 
     h = act(gate_scalar · acc_gate) · (acc_up + beta) · output1        gate_scalar = s13 a1
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ...checks import expect
-from .layer import Experts, Layer, Rule
+from ...dispatch.prepared import ExpertWeights
+from .layer import Layer, Rule
 from .layouts import block_major, shuffle_rows, shuffle_scale_rows
 from .weight_parts import (
     FP8_BLOCK,
@@ -105,7 +107,7 @@ class TrtllmBf16Weights(Prepared):
     weight_layout: str = "BlockMajorK"
 
 
-def trtllm_fp8_per_tensor(experts: Experts) -> TrtllmFp8PerTensorWeights:
+def trtllm_fp8_per_tensor(experts: ExpertWeights) -> TrtllmFp8PerTensorWeights:
     """fp8_tensor. Where the scales of gate and up differ, both get codes under the larger one.
 
     H is a multiple of 32; I is filled up to one of 16, or of 128 without a gate.
@@ -126,7 +128,7 @@ def trtllm_fp8_per_tensor(experts: Experts) -> TrtllmFp8PerTensorWeights:
 
 
 def trtllm_fp8_block(
-    experts: Experts, *, use_shuffled_weight: bool = False, weight_layout: str = "MajorK"
+    experts: ExpertWeights, *, use_shuffled_weight: bool = False, weight_layout: str = "MajorK"
 ) -> TrtllmFp8BlockWeights:
     """fp8_block, 128×128, H and I multiples of 128. Shuffled weights may be BlockMajorK. Rows stay
     [up; gate]: the activation is a kernel of its own, hence the other tile. So do the scales."""
@@ -146,7 +148,7 @@ def trtllm_fp8_block(
     )  # fmt: skip
 
 
-def trtllm_mxfp8(experts: Experts) -> TrtllmFp8BlockWeights:
+def trtllm_mxfp8(experts: ExpertWeights) -> TrtllmFp8BlockWeights:
     """mxfp8. H is filled up to a multiple of 256 unless it is one of 128; I to one of 128."""
     layer = Layer.of(RULES["trtllm_mxfp8"], experts)
     w13, scale13, w2, scale2 = _shuffled(layer)
@@ -155,7 +157,7 @@ def trtllm_mxfp8(experts: Experts) -> TrtllmFp8BlockWeights:
     )
 
 
-def trtllm_fp4(experts: Experts) -> TrtllmFp4Weights:
+def trtllm_fp4(experts: ExpertWeights) -> TrtllmFp4Weights:
     """nvfp4, whose inputs have static global scales, or mxfp4, whatever its inputs are. H is filled
     up to a multiple of 256, I to one of 128."""
     layer = Layer.of(RULES["trtllm_fp4"], experts)
@@ -177,7 +179,7 @@ def trtllm_fp4(experts: Experts) -> TrtllmFp4Weights:
     )  # fmt: skip
 
 
-def trtllm_bf16(experts: Experts) -> TrtllmBf16Weights:
+def trtllm_bf16(experts: ExpertWeights) -> TrtllmBf16Weights:
     """bf16. H is a multiple of 64; I is filled up to one of 128."""
     layer = Layer.of(RULES["trtllm_bf16"], experts)
     w13, w2 = codes(layer)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ...checks import expect
+from ...dispatch.prepared import ExpertWeights
 from ...formats import FORMATS, QuantizedTensor
 from ...formats.compute import quantize_parts
 from ...formats.recipe import Recipe
-from .layer import Experts, Layer, Rule, Sizes
+from .layer import Layer, Rule, Sizes
 from .layouts import up_gate
 
 Maybe = Tensor | None
@@ -30,7 +31,7 @@ class Prepared:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sizes"}
 
 
-def quantized(experts: Experts) -> tuple[QuantizedTensor, QuantizedTensor]:
+def quantized(experts: ExpertWeights) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Both projections, where `Layer.of` has made sure that they are quantised."""
     w13, w2 = experts.gate_up_proj, experts.down_proj
     assert isinstance(w13, QuantizedTensor) and isinstance(w2, QuantizedTensor)
@@ -54,7 +55,7 @@ def block_scales(layer: Layer) -> tuple[Tensor, Tensor, int]:
     return layer.fc1(w13.scale, size), layer.fc2(w2.scale, size), size
 
 
-def fp8_block(rule: Rule, experts: Experts) -> tuple[Layer, Tensor, Tensor]:
+def fp8_block(rule: Rule, experts: ExpertWeights) -> tuple[Layer, Tensor, Tensor]:
     """The layer and its scales, up first."""
     layer = Layer.of(rule, experts)
     w13, w2 = quantized(experts)

@@ -1,0 +1,166 @@
+"""Weights in a backend's own layout: made once, at load time, and found again in forward.
+
+A layer's weights are known by where they are in memory. What was made of them is dropped when they
+are freed, written to, or prepared for another backend, so that nothing is ever computed from
+weights that have changed; a call that finds nothing runs on a backend that needs no preparation.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..activation import Activation
+from ..formats import QuantizedTensor
+from .problem import Problem
+
+Place = tuple[int, int]  # of the codes or numbers of both projections
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A layer's expert weights as tmoe holds them; nothing here is changed.
+
+    Attributes:
+        gate_up_proj: (E, 2I, H), rows [gate; up], or (E, I, H) for an ungated activation; bf16,
+            fp16 or a `QuantizedTensor`.
+        down_proj: (E, H, I) of the same format.
+        activation: a name or an `Activation`.
+        interleaved: the rows of gate_up_proj and of its bias are g0, u0, g1, u1, ...
+        gate_up_bias, down_bias: (E, 2I) or (E, I), and (E, H).
+        input_scale, hidden_scale: static scales of the two projections' inputs, one number or
+            (E,): fp8_tensor's scale, nvfp4's global scale. Needed for these, None for others.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    activation: str | Activation = "swiglu"
+    interleaved: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    input_scale: Tensor | float | None = None
+    hidden_scale: Tensor | float | None = None
+
+    @property
+    def place(self) -> Place:
+        return _parts(self.gate_up_proj)[0].data_ptr(), _parts(self.down_proj)[0].data_ptr()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them; codes, scales and global scales one by one."""
+        rest = (self.gate_up_bias, self.down_bias, self.input_scale, self.hidden_scale)
+        parts = [*_parts(self.gate_up_proj), *_parts(self.down_proj)]
+        return parts + [value for value in rest if isinstance(value, Tensor)]
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes with every change of the layer: where tensors are, how often they were written,
+        what they mean."""
+        written = (-1 if t.is_inference() else t._version for t in self.tensors)
+        places = (t.data_ptr() for t in self.tensors)
+        return (self.activation, self.interleaved, *places, *written)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What is held for a layer by a backend."""
+
+    backend: str
+    problem: Problem
+    num_bytes: int
+    value: Any  # the backend's own
+    stamp: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.num_bytes / 2**20:.1f} MiB for {self.problem}"
+
+
+_held: dict[Place, dict[str, Prepared]] = {}
+
+
+def hold(
+    backend: str, problem: Problem, weights: ExpertWeights, value: Any, made: Iterable[Tensor]
+) -> None:
+    """Keep `value`, which consists of the tensors `made`, until the weights change."""
+    place, num_bytes = weights.place, sum(t.nbytes for t in made)
+    entry = Prepared(backend, problem, num_bytes, value, weights.stamp)
+    _held.setdefault(place, {})[backend] = entry
+    for tensor in weights.tensors:
+        owner = tensor if tensor._base is None else tensor._base  # a view may be gone at once
+        weakref.finalize(owner, _drop, place, entry).atexit = False
+
+
+def backends_of(weights: ExpertWeights) -> tuple[str, ...]:
+    """Which backends hold something for exactly these weights, as they are now."""
+    entries, stamp = _held.get(weights.place), None
+    for entry in list((entries or {}).values()):
+        stamp = stamp or weights.stamp
+        if entry.stamp != stamp:
+            _drop(weights.place, entry)
+            warnings.warn(
+                f"{entry.backend}: weights were written to after they were prepared, or come with "
+                f"other biases or scales; run {entry.problem} inside tmoe.prepare() again",
+                stacklevel=2,
+            )
+    return tuple(sorted(entries or ()))
+
+
+def backends_at(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[str, ...]:
+    """Which backends hold something for weights that are there, perhaps changed since then."""
+    place = _parts(gate_up_proj)[0].data_ptr(), _parts(down_proj)[0].data_ptr()
+    return tuple(sorted(_held.get(place, ())))
+
+
+def find(backend: str, weights: ExpertWeights) -> Any:
+    """What `backend`, one of `backends_of`, holds for these weights."""
+    return _held[weights.place][backend].value
+
+
+def is_empty() -> bool:
+    """Whether nothing is held for any layer."""
+    return not _held
+
+
+def prepared() -> list[Prepared]:
+    """All that backends hold in layouts of their own: for which layers, and how many bytes."""
+    return [entry for entries in _held.values() for entry in entries.values()]
+
+
+def release(backend: str | None = None) -> None:
+    """Free what `backend`, or every backend, holds; its layers run on others until they are
+    prepared again."""
+    for place in list(_held):
+        for entry in list(_held.get(place, {}).values()):
+            if backend in (None, entry.backend):
+                _drop(place, entry)
+
+
+def drop(backend: str, weights: ExpertWeights) -> None:
+    """Free what `backend` holds for these weights."""
+    entry = _held.get(weights.place, {}).get(backend)
+    if entry is not None:
+        _drop(weights.place, entry)
+
+
+def keep_only(backend: str, weights: ExpertWeights) -> None:
+    """Free what other backends hold for these weights."""
+    for entry in list(_held.get(weights.place, {}).values()):
+        if entry.backend != backend:
+            _drop(weights.place, entry)
+
+
+def _drop(place: Place, entry: Prepared) -> None:
+    entries = _held.get(place, {})
+    if entries.get(entry.backend) is entry:
+        del entries[entry.backend]
+        if not entries:
+            del _held[place]
+
+
+def _parts(weight: Tensor) -> list[Tensor]:
+    return weight.parts() if isinstance(weight, QuantizedTensor) else [weight]

@@ -1,0 +1,86 @@
+"""Verify: before a closed kernel is used, compare what it computes with what ours does.
+
+The layer's own weights, a few random tokens, once per kind of layer and process. The tokens are
+such that what has gone wrong in the past shows: routing weights far from 1 (one that is applied
+twice or never changes every row), one token and several, experts of other ranks, a token without
+any expert, and inputs so large that the activation's limits matter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats.scheme import SCHEMES
+from .problem import Problem
+
+# How far a row may be off: a step of the format that hidden rows are rounded to, since two right
+# kernels round some of them differently. Faults change a row by a tenth or more.
+BOUNDS = {"bf16": 2.0**-6, "e4m3": 2.0**-4, "e2m1": 2.0**-2}
+
+Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # (backend, x, topk_weights, topk_ids)
+
+_refusals: dict[tuple[str, Problem], str] = {}
+
+
+def refusal(backend: str, problem: Problem) -> str | None:
+    """What was found wrong with `backend` for such layers, or None."""
+    return _refusals.get((backend, _kind(problem)))
+
+
+def verify(backend: str, problem: Problem, run: Run, device: torch.device) -> bool:
+    """Whether `backend` agrees with Triton on this layer; if not, a warning says so once, and
+    `refusal` from then on."""
+    reason = _disagreement(backend, problem, run, device)
+    if reason is not None:
+        _refusals[backend, _kind(problem)] = reason
+        warnings.warn(f"{backend} isn't used for {problem}: {reason}", stacklevel=3)
+    return reason is None
+
+
+def forget() -> None:
+    """Verify everything anew."""
+    _refusals.clear()
+
+
+def _disagreement(backend: str, problem: Problem, run: Run, device: torch.device) -> str | None:
+    bound = BOUNDS[_hidden_element(problem)]
+    for tokens in _tokens(problem, device):
+        try:
+            got = run(backend, *tokens).float()
+        except Exception as error:  # noqa: BLE001  a kernel that isn't built, a launcher's check, …
+            return f"it failed when it was verified: {error}"
+        want = run("triton", *tokens).float()
+        off = (got - want).norm(dim=1) / want.norm(dim=1)
+        off = torch.where((got == want).all(dim=1), 0.0, off)  # 0 / 0: a token without experts
+        worst = off.nan_to_num(nan=torch.inf).max().item()
+        if worst > bound:
+            return f"its result is {worst:.2g} of a row away from Triton's, more than {bound}"
+    return None
+
+
+def _hidden_element(problem: Problem) -> str:
+    inputs = None if problem.scheme is None else SCHEMES[problem.scheme].inputs
+    return "bf16" if inputs is None else inputs.format.element.name
+
+
+def _tokens(problem: Problem, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """x, topk_weights and topk_ids, three times; always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    for T, size in ((1, 1.0), (33, 1.0), (33, 16.0)):
+        x = size * torch.randn(T, problem.hidden, generator=generator)
+        weights = 0.1 + 0.4 * torch.rand(T, problem.top_k, generator=generator)
+        ids = torch.rand(T, problem.num_experts, generator=generator).argsort(dim=1)
+        ids = ids[:, : problem.top_k].int()
+        if T > 1:
+            ids[1] = -1
+        yield x.to(device, problem.dtype), weights.to(device), ids.to(device)
+
+
+def _kind(problem: Problem) -> Problem:
+    """The problem without what the same kernel and the same layout serve."""
+    return replace(problem, tokens=0, prepared=(), deterministic=False, batch_invariant=False)
