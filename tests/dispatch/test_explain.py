@@ -33,7 +33,8 @@ def test_it_prints_as_a_table(layer):
         "fused_experts(T<=8, H=32, I=16, E=6, K=2, float32, swiglu_oai, has bias) on cpu: torch"
     )
     assert [row.split()[:2] for row in rows] == [
-        ["->", "torch"], ["triton", "yes"], ["flashinfer_trtllm", "no"], ["flashinfer_cutlass", "no"]
+        ["->", "torch"], ["triton", "yes"],
+        ["flashinfer_trtllm", "no"], ["flashinfer_cutlass", "no"],
     ]  # fmt: skip
     assert repr(tmoe.explain(layer)) == str(tmoe.explain(layer))
 
