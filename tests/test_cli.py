@@ -95,8 +95,10 @@ def test_doctor_prints_and_dumps():
     assert shown.exit_code == 0 and "cache folder" in shown.output
     found = json.loads(invoke("doctor", "--json").output)
     assert found["versions"]["torch"] == torch.__version__
-    assert [backend["name"] for backend in found["backends"] if backend["accepted"]]
-    assert all(backend["reason"] for backend in found["backends"])
+    for operation in ("route", "quantize to nvfp4", "grouped_gemm, bf16", "fused_experts, nvfp4"):
+        backends = found["operations"][operation]
+        assert [backend["name"] for backend in backends if backend["accepted"]]
+        assert all(backend["reason"] for backend in backends)
 
 
 def test_doctor_writes_to_the_folder_it_is_given(tmp_path, monkeypatch):
@@ -131,13 +133,20 @@ def test_doctor_without_triton_and_transformers():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["versions"]["triton"] is None
-    verdicts = {backend["name"]: backend["accepted"] for backend in found["backends"]}
-    assert not verdicts["triton"]
+    for backends in found["operations"].values():
+        verdicts = {backend["name"]: backend["accepted"] for backend in backends}
+        assert not verdicts["triton"]
     assert any("Triton isn't installed" in hint for hint in found["hints"])
 
 
-def machine(torch_version="2.13.0+cpu", triton="3.7.1", device_type="cpu", interpreted=False):
-    return Machine(device_type, "a machine", None, torch_version, triton, interpreted)
+def machine(
+    torch_version="2.13.0+cpu", triton="3.7.1", device_type="cpu", interpreted=False,
+    capability=None,
+):  # fmt: skip
+    return Machine(device_type, "a machine", capability, torch_version, triton, interpreted)
+
+
+BLACKWELL = machine(device_type="cuda", capability=(10, 0))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +164,29 @@ def machine(torch_version="2.13.0+cpu", triton="3.7.1", device_type="cpu", inter
         (machine(interpreted=True), {}, None),
         (machine(), {"flashinfer": "0.8.0"}, "FlashInfer 0.8.0 is outside"),
         (machine(), {"flashinfer": "0.7.4"}, None),
+        (BLACKWELL, {"flashinfer": "0.7.4"}, None),
+        (BLACKWELL, {"flashinfer": "0.6.16"}, "0.6.18 mended...pip install 'flashinfer-python>="),
+        (BLACKWELL, {"flashinfer": None}, "pip install 'tmoe[flashinfer]'"),
+        (machine(device_type="cuda", capability=(9, 0)), {"flashinfer": None}, None),
     ],
 )
-def test_hints(where, versions, said):
+def test_hints(where, versions, said, monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     found = doctor.hints({"numpy": "2.4.6", "flashinfer": None, **versions}, where)
     if said is None:
         assert found == []
     else:
-        assert len(found) == 1 and said in found[0]
+        (hint,) = found
+        assert all(part in hint for part in said.split("..."))
+
+
+def test_a_hint_where_flashinfer_cannot_build(monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (said,) = doctor.hints({"numpy": "2.4.6", "flashinfer": "0.7.4"}, BLACKWELL)
+    assert "finds no nvcc" in said
 
 
 def test_explain_names_the_backend_and_the_reasons():

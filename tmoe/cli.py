@@ -85,10 +85,22 @@ def doctor(
     facts.add_row("cache folder", found.cache_dir)
     facts.add_row("", "writable" if problem is None else f"can't be written: {problem}")
     console.print(facts)
-    backends = Table("backend", "can run", "reason", title="a Mixtral-8x7B layer, 64 tokens")
-    for candidate in found.backends:
-        backends.add_row(candidate.name, "yes" if candidate.accepted else "no", candidate.reason)
-    console.print(backends)
+    chosen = Table("operation", "runs on", "because", title="DeepSeek-V3, 64 tokens")
+    refused: dict[tuple[str, str], list[str]] = {}
+    for operation, candidates in found.operations.items():
+        first = next(candidate for candidate in candidates if candidate.accepted)
+        timing = "" if first.timing is None else f"{1e3 * first.timing:.0f} µs; "
+        chosen.add_row(operation, first.name, timing + first.reason)
+        for candidate in candidates:
+            if not candidate.accepted:
+                refused.setdefault((candidate.name, candidate.reason), []).append(operation)
+    console.print(chosen)
+    reasons = Table("backend", "can't run", "because")
+    for (name, reason), operations in refused.items():
+        every = len(operations) == len(found.operations)
+        reasons.add_row(name, "anything" if every else ", ".join(operations), reason)
+    if refused:
+        console.print(reasons)
     for hint in found.hints:
         console.print(f"[yellow]hint[/] {hint}", highlight=False)
 

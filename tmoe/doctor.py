@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from packaging.version import Version
 
-from .activation import Activation
+from .dispatch.known import MODELS, problem_of
+from .dispatch.measure import known_times
 from .dispatch.problem import Machine, Problem
 from .dispatch.resolve import Candidate, candidates
 from .environment import cache_dir, installed_version
+from .formats import SCHEMES
+from .formats.recipe import Recipe
+from .routing import Routing
 
 # Minor versions that were built for each other.
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
-FLASHINFER = (Version("0.6.12"), Version("0.8"))  # tested from, and below
+# Tested from, complete from, and below.
+FLASHINFER = (Version("0.6.12"), Version("0.6.18"), Version("0.8"))
+BLACKWELL = ((10, 0), (10, 3))  # capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Diagnosis:
     interpreted: bool
     cache_dir: str
     cache_problem: str | None  # None: it can be written
-    backends: tuple[Candidate, ...]
+    operations: dict[str, tuple[Candidate, ...]]  # what every backend says to each of them
     hints: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -50,7 +57,11 @@ def diagnose() -> Diagnosis:
         "triton": machine.triton_version,
         "numpy": installed_version("numpy"),
         "transformers": installed_version("transformers"),
-        "flashinfer": installed_version("flashinfer-python"),
+        "flashinfer": machine.flashinfer_version,
+    }
+    operations = {
+        name: candidates(problem, times=known_times(problem))
+        for name, problem in standard_problems(machine).items()
     }
     folder = cache_dir()
     return Diagnosis(
@@ -61,25 +72,32 @@ def diagnose() -> Diagnosis:
         interpreted=machine.interpreted,
         cache_dir=str(folder),
         cache_problem=_why_not_writable(folder),
-        backends=candidates(standard_problem(machine)),
+        operations=operations,
         hints=tuple(hints(versions, machine)),
     )
 
 
-def standard_problem(machine: Machine) -> Problem:
-    """A layer of Mixtral-8x7B with 64 tokens, inference, in the usual dtype of `machine`."""
+def standard_problems(machine: Machine) -> dict[str, Problem]:
+    """Each operation as DeepSeek-V3 has it, with 64 tokens, inference, in the usual dtype of
+    `machine`; weights count as prepared for whoever wants that."""
+    layer = MODELS["deepseek-v3"]
     dtype = torch.float32 if machine.device_type == "cpu" else torch.bfloat16
-    return Problem(
-        op="fused_experts",
-        tokens=64,
-        hidden=4096,
-        intermediate=14336,
-        num_experts=8,
-        top_k=2,
-        dtype=dtype,
-        machine=machine,
-        activation=Activation.swiglu(),
-    )
+    routing = Routing(256, 8, "DeepSeekV3", n_group=8, topk_group=4, scaling_factor=2.5)
+    plain = problem_of(layer, machine, num_tokens=64, dtype=dtype)
+    gemm = replace(plain, op="grouped_gemm", top_k=1, activation=None)
+    quantize = replace(gemm, op="quantize", intermediate=0, num_experts=0)
+    route = replace(gemm, op="route", hidden=0, intermediate=0, top_k=8)
+    route = replace(route, routing=routing, has_bias=True)
+    problems = {"route": route}
+    for name in ("fp8_block", "mxfp8", "nvfp4"):
+        recipe = Recipe.of("doctor", name)
+        problems[f"quantize to {name}"] = replace(quantize, recipe=recipe, scheme=name)
+    for scheme in ("bf16", *SCHEMES):
+        asked = None if scheme == "bf16" else scheme
+        problems[f"fused_experts, {scheme}"] = problem_of(
+            layer, machine, num_tokens=64, dtype=dtype, scheme=asked
+        )
+    return problems | {"grouped_gemm, bf16": gemm}
 
 
 def hints(versions: dict[str, str | None], machine: Machine) -> list[str]:
@@ -103,10 +121,29 @@ def hints(versions: dict[str, str | None], machine: Machine) -> list[str]:
     if machine.interpreted and machine.device_type == "cuda":
         found.append("TRITON_INTERPRET=1 is set: kernels run on the CPU, slowly; unset it")
     flashinfer = versions["flashinfer"]
-    if flashinfer is not None and not FLASHINFER[0] <= Version(flashinfer) < FLASHINFER[1]:
-        low, high = FLASHINFER
+    low, complete, high = FLASHINFER
+    if flashinfer is not None and not low <= Version(flashinfer) < high:
         found.append(f"FlashInfer {flashinfer} is outside the tested range >={low},<{high}")
+    if machine.capability in BLACKWELL and flashinfer is None:
+        found.append("FlashInfer has kernels for this GPU: pip install 'tmoe[flashinfer]'")
+    elif machine.capability in BLACKWELL and low <= Version(flashinfer or "0") < complete:
+        found.append(
+            f"FlashInfer {flashinfer} has faults that {complete} mended, so not all of it is used: "
+            f"pip install 'flashinfer-python>={complete},<{high}'"
+        )
+    if machine.device_type == "cuda" and flashinfer is not None and not _builds_kernels():
+        found.append(
+            "FlashInfer builds kernels when they are first used, and finds no nvcc: install the "
+            "CUDA toolkit and set CUDA_HOME, or install flashinfer-jit-cache"
+        )
     return found
+
+
+def _builds_kernels() -> bool:
+    """Whether FlashInfer finds a compiler, or what it would compile."""
+    home = os.environ.get("CUDA_HOME")
+    has_compiler = shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").exists())
+    return bool(has_compiler) or installed_version("flashinfer-jit-cache") is not None
 
 
 def _minor(text: str) -> str:

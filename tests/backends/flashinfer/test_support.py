@@ -66,7 +66,10 @@ DECISIONS = [
     (CUTLASS, "B300", "nvfp4", "0.7.4", None),
     (CUTLASS, "B200", "mxfp4_a8", "0.7.0", None),
     (CUTLASS, "A100", None, "0.7.4", "got 8.0"),
-    (CUTLASS, "B200", "mxfp4_a16", "0.7.4", "has no kernels for mxfp4_a16"),
+    (CUTLASS, "B200", "mxfp4_a16", "0.7.4", "mxfp4_a16 on compute capability 9.0, got 10.0"),
+    (CUTLASS, "H200", "mxfp4_a16", "0.7.4", None),
+    (CUTLASS, "H200", "mxfp4_a16", "0.6.17", "needs FlashInfer 0.6.18 .* the order of the scales"),
+    (CUTLASS, "H200", "mxfp8", "0.7.4", "has no kernels for mxfp8"),
 ]
 
 
@@ -117,7 +120,7 @@ LAYERS = [
         "0.7.0 can't be called: it has no parameter gemm1_clamp_limit",
     ),
     (TRTLLM, "fp8_tensor", {"activation": Activation.swiglu_step(limit=7)}, None),
-    (TRTLLM, None, {"op": "grouped_gemm"}, "whole expert layers, not grouped_gemm"),
+    (TRTLLM, None, {"op": "grouped_gemm"}, "whole expert layers only"),
 ]
 
 

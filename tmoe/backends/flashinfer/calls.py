@@ -72,7 +72,11 @@ def call_experts(
         for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
         if name in keywords
     }
-    optional |= {"output": out, "nvfp4_4over6": None}  # else an environment variable decides
+    # FP4's last step leaves out the columns that were filled up; others want all of them.
+    width = ready.weights.sizes.padded_hidden
+    truncates = width == out.shape[1] or ready.entry_point.startswith("trtllm_fp4")
+    optional["output"] = out if truncates else out.new_empty(len(out), width)
+    optional["nvfp4_4over6"] = None  # else an environment variable would change the numbers
     x = F.pad(x, (0, ready.weights.sizes.padded_hidden - x.shape[1])).contiguous()
     topk = topk_ids.int().contiguous(), topk_weights.float().contiguous()
     type_of_activation = ACTIVATION_TYPES[spec.activation.name]

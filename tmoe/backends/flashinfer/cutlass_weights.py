@@ -18,6 +18,7 @@ from torch import Tensor
 from ...checks import expect
 from ...dispatch.prepared import ExpertWeights
 from ...formats import swizzle_scale
+from .installed import interleave_w4_scales, interleave_w4_weights
 from .layer import Layer, Rule
 from .weight_parts import (
     FP8_BLOCK,
@@ -46,6 +47,7 @@ RULES = {
         Rule("cutlass_fp8_block", *FP8_BLOCK, limit=False),
         Rule("cutlass_nvfp4", ("nvfp4",), _CUTLASS, (64, None), (64, 128), bias=True),
         Rule("cutlass_mxfp4", ("mxfp4",), _CUTLASS, (128, None), (128, 128), bias=True),
+        Rule("cutlass_mxfp4_a16", ("mxfp4",), _CUTLASS, (128, 128), (128, 128), bias=True),
     )
 }
 
@@ -63,6 +65,7 @@ class CutlassWeights(Prepared):
     swiglu_limit: Maybe
     use_deepseek_fp8_block_scale: bool = False
     use_mxfp8_act_scaling: bool = False
+    use_w4_group_scaling: bool = False
 
 
 def cutlass_bf16(experts: ExpertWeights) -> CutlassWeights:
@@ -129,6 +132,19 @@ def cutlass_mxfp4(
     return _cutlass(
         layer, *codes(layer, torch.int64), scales, output_dtype, use_mxfp8_act_scaling=True
     )
+
+
+def cutlass_mxfp4_a16(experts: ExpertWeights) -> CutlassWeights:
+    """mxfp4 whose inputs are bf16, on Hopper. H and I are filled up to multiples of 128.
+
+    The order of codes and scales differs between FlashInfer's versions, so the installed one's own
+    helpers make it, on the GPU. quant_scales: the scales of both projections as int32.
+    """
+    layer = Layer.of(RULES["cutlass_mxfp4_a16"], experts)
+    w13, w2 = (interleave_w4_weights(w) for w in codes(layer))
+    scale13, scale2, size = block_scales(layer)
+    scales = [interleave_w4_scales(scale, size).view(torch.int32) for scale in (scale13, scale2)]
+    return _cutlass(layer, w13, w2, scales, torch.bfloat16, use_w4_group_scaling=True)
 
 
 def _swizzled(layer: Layer) -> tuple[Tensor, Tensor]:

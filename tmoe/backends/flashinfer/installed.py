@@ -14,6 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from .signatures import binds
 
 
@@ -38,6 +40,20 @@ def call(entry_point: str, keywords: dict[str, Any], optional: dict[str, Any]) -
     keywords |= {name: value for name, value in optional.items() if name in has}
     result = getattr(_module(), entry_point)(**keywords)
     return result[0] if isinstance(result, list | tuple) else result
+
+
+def interleave_w4_weights(codes: Tensor) -> Tensor:
+    """FP4 weights (E, rows, K/2) as this version's mixed GEMM for Hopper reads them; on a GPU."""
+    result: Tensor = _module().interleave_moe_weights_for_sm90_mixed_gemm(codes, "fp4")
+    return result
+
+
+def interleave_w4_scales(scale: Tensor, group_size: int) -> Tensor:
+    """Scales (E, rows, K/group_size), one byte each, for the same kernel."""
+    result: Tensor = _module().interleave_moe_scales_for_sm90_mixed_gemm(
+        scale, group_size=group_size
+    )
+    return result
 
 
 @cache

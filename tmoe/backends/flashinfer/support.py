@@ -8,7 +8,8 @@ are compared exactly: FlashInfer's own checks let some pass whose kernels then f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
@@ -84,6 +85,11 @@ CUTLASS = EntryPoint(
      "tune_max_num_tokens"),
 )  # fmt: skip
 
+CUTLASS_W4A16 = replace(
+    CUTLASS, promoted_from="0.6.18", mended="the order of the scales",
+    keywords=(*CUTLASS.keywords, "use_w4_group_scaling"),
+)  # fmt: skip
+
 # By backend and scheme; "bf16" stands for weights that aren't quantised.
 USES = {
     "flashinfer_trtllm": {
@@ -100,6 +106,7 @@ USES = {
         "fp8_tensor": Use(CUTLASS, "cutlass_fp8_per_tensor", ((9, 0), *BLACKWELL)),
         "fp8_block": Use(CUTLASS, "cutlass_fp8_block", ((9, 0),)),
         "mxfp4_a8": Use(CUTLASS, "cutlass_mxfp4", BLACKWELL),
+        "mxfp4_a16": Use(CUTLASS_W4A16, "cutlass_mxfp4_a16", ((9, 0),)),
         "nvfp4": Use(CUTLASS, "cutlass_nvfp4", BLACKWELL),
     },
 }
@@ -109,31 +116,32 @@ RULES = trtllm_weights.RULES | cutlass_weights.RULES
 def why_not(backend: str, problem: Problem) -> str | None:
     """Why `backend` can't run the problem with the FlashInfer of its machine, in one sentence with
     numbers; None if it can. Pure: nothing is imported, nothing of this machine is looked at."""
+    uses, machine = USES[backend], problem.machine
+    capabilities = sorted({c for use in uses.values() for c in use.capabilities})
+    if machine.capability not in capabilities:
+        return f"runs on {_among(capabilities, machine.capability)}"
+    if machine.flashinfer_version is None:
+        return "FlashInfer isn't installed"
     if problem.op != "fused_experts":
-        return f"runs whole expert layers, not {problem.op} by itself"
+        return "runs whole expert layers only"
     scheme = problem.scheme or "bf16"
-    use = USES[backend].get(scheme)
+    use = uses.get(scheme)
     if use is None:
-        return f"has no kernels for {scheme}; it has {', '.join(USES[backend])}"
-    return (
-        _about_device(use, problem.machine.capability, scheme)
-        or _about_version(use, problem)
-        or _about_layer(use, problem)
-        or _about_call(use, problem)
-    )
+        return f"has no kernels for {scheme}; it has {', '.join(uses)}"
+    if machine.capability not in use.capabilities:
+        on = _among(use.capabilities, machine.capability)
+        return f"{use.entry.name} runs {scheme} on {on}"
+    return _about_version(use, problem) or _about_layer(use, problem) or _about_call(use, problem)
 
 
-def _about_device(use: Use, capability: tuple[int, int] | None, scheme: str) -> str | None:
-    if capability in use.capabilities:
-        return None
-    wanted = " or ".join("{}.{}".format(*c) for c in use.capabilities)
-    got = "no GPU" if capability is None else "{}.{}".format(*capability)
-    return f"{use.entry.name} runs {scheme} on compute capability {wanted}, got {got}"
+def _among(capabilities: Iterable[tuple[int, int]], got: tuple[int, int] | None) -> str:
+    wanted = " or ".join("{}.{}".format(*c) for c in capabilities)
+    return f"compute capability {wanted}, got {'no GPU' if got is None else '{}.{}'.format(*got)}"
 
 
 def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
     """All that a call passes which the function must take, constants of the activation included."""
-    if use.entry is CUTLASS:
+    if use.entry.name == CUTLASS.name:
         return use.entry.keywords
     constants = {
         "gemm1_alpha": activation.alpha != 1.0,
@@ -145,10 +153,8 @@ def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
 
 def _about_version(use: Use, problem: Problem) -> str | None:
     entry, installed = use.entry, problem.machine.flashinfer_version
-    if installed is None:
-        return "FlashInfer isn't installed"
     try:
-        version = Version(installed)
+        version = Version(installed or "")
     except InvalidVersion:
         return f"FlashInfer's version can't be read: {installed}"
     if version.release >= BELOW:
@@ -173,7 +179,7 @@ def _about_layer(use: Use, problem: Problem) -> str | None:
     rule, activation = RULES[use.recipe], problem.activation or Activation("swiglu")
     if wanted := rule.wanted_activation(activation):
         return f"{use.entry.name} has {wanted}, got {activation.name}"
-    if activation.name == "geglu" and use.entry is not CUTLASS:
+    if activation.name == "geglu" and use.entry.name != CUTLASS.name:
         return f"{use.entry.name} doesn't say which GELU its GeGLU has: erf's or tanh's"
     sizes = rule.wanted_size(problem.hidden, problem.intermediate, gated=activation.gated)
     if sizes is not None:
@@ -203,7 +209,7 @@ def _about_call(use: Use, problem: Problem) -> str | None:
         return f"{use.entry.name} applies the routing weight to the output in this scheme"
     if problem.weight_on_input and problem.top_k != 1:
         return f"{use.entry.name} scales inputs for 1 expert per token, got {problem.top_k}"
-    if problem.window is not None and use.entry is CUTLASS:
+    if problem.window is not None and use.entry.name == CUTLASS.name:
         first, count = problem.window
         if problem.num_experts % count != 0 or first % count != 0:
             got = f"{count} of {problem.num_experts} from {first}"
