@@ -76,7 +76,7 @@ class Prepared:
     value: Any  # the backend's own
     stamp: tuple[object, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.backend}: {self.num_bytes / 2**20:.1f} MiB for {self.problem}"
 
 

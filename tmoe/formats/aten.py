@@ -114,6 +114,9 @@ def _copy_(func: Any, q: QuantizedTensor, source: Any, non_blocking: bool = Fals
         refuse(func, f"can't write {what} into {q}")
     for part, new in zip(q.parts(), source.parts(), strict=True):
         part.copy_(new, non_blocking)
+        if not part.is_inference():
+            # Down here autograd doesn't count what is written; `dispatch.prepared` has to know.
+            torch.autograd.graph.increment_version(part)
     return q
 
 

@@ -138,13 +138,14 @@ def _cutlass_keywords(
         "ep_rank": spec.first_expert // ready.num_local,
         "tp_size": 1,
         "tp_rank": 0,
+        "swizzled_input_sf": False,
     }
     if spec.scheme in ("fp8_tensor", "mxfp4_a8"):
         inputs = SCHEMES[spec.scheme].inputs
         assert inputs is not None
         keywords["input"], scale = _quantized(x, ready, inputs)
         if spec.scheme == "mxfp4_a8":
-            keywords |= {"input_sf": scale, "swizzled_input_sf": False}
+            keywords["input_sf"] = scale
     return keywords
 
 

@@ -1,0 +1,387 @@
+"""Layers on FlashInfer: prepared once, verified, called right, and left alone where it is wrong.
+
+A stand-in plays FlashInfer and its device: it checks every argument and computes the answer from
+the prepared weights. The machine says that it is a B200 (or an H200); tensors are on the CPU, and
+Triton's kernels, with which answers are compared, run in its interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import triton
+
+import tmoe
+from tests.backends.flashinfer import stand_in
+from tmoe.activation import Activation
+from tmoe.backends.flashinfer import backend as flashinfer_backend
+from tmoe.backends.flashinfer import installed, support
+from tmoe.dispatch import measure, prepared, problem, verify
+from tmoe.dispatch.problem import Machine
+from tmoe.formats import SCHEMES
+from tmoe.library import operation
+
+TRTLLM, CUTLASS = "flashinfer_trtllm", "flashinfer_cutlass"
+E, K, H, I, T = 8, 2, 256, 128, 5
+SWIGLU, OAI = Activation("swiglu"), Activation.swiglu_oai(limit=3.0)
+
+
+def relative_error(got, want):
+    return ((got - want).float().norm() / want.float().norm()).item()
+
+
+@contextmanager
+def machine(monkeypatch, folder, version="0.7.4", faults=None, capability=(10, 0)):
+    """A machine with this FlashInfer; yields the stand-in."""
+    monkeypatch.setenv("TMOE_CACHE_DIR", str(folder))
+    name = "NVIDIA H200" if capability == (9, 0) else "NVIDIA B200"
+    here = Machine("cuda", name, capability, torch.__version__, triton.__version__, True, version)
+    monkeypatch.setattr(problem, "_machine", lambda device: here)
+    forget()
+    with stand_in.installed(version, faults, capability) as fake:
+        yield fake
+    forget()
+
+
+def forget():
+    tmoe.release()
+    verify.forget()
+    installed.forget()
+    for cached in (operation._choose, measure._times, measure._store):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def on(monkeypatch, tmp_path):
+    """`machine`, with a cache folder of the test's own."""
+    return partial(machine, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def b200(on):
+    with on() as fake:
+        yield fake
+
+
+class Layer:
+    """Weights of a scheme and a call's arguments."""
+
+    def __init__(self, scheme=None, activation=SWIGLU, *, bias=False, window=None, on_input=False):
+        count = E if window is None else window[1]
+        rows = I * (2 if activation.gated else 1)
+        self.scheme, self.window = scheme, window
+        weights = torch.randn(count, rows, H) / 16, torch.randn(count, H, I) / 11
+        weights = [w.bfloat16() for w in weights]
+        if scheme is not None:
+            recipe = SCHEMES[scheme].weights[0]
+            block = recipe.block_shape if recipe.format.name == "fp8_block" else None
+            weights = [tmoe.quantize(w, recipe.format.name, block_shape=block) for w in weights]
+        self.weights = weights
+        static = scheme is not None and SCHEMES[scheme].takes_scales
+        scale = {"fp8_tensor": 4 / 448, "nvfp4": 4 / (6 * 448)}.get(scheme, 1.0)
+        self.keywords = {
+            "activation": activation, "scheme": scheme, "weight_on_input": on_input,
+            "gate_up_bias": torch.randn(count, rows).bfloat16() if bias else None,
+            "down_bias": torch.randn(count, H).bfloat16() if bias else None,
+            "input_scale": torch.tensor(scale) if static else None,
+            "hidden_scale": torch.tensor(scale) if static else None,
+            "first_expert": 0 if window is None else window[0],
+            "num_experts": E,
+        }  # fmt: skip
+        self.top_k = 1 if on_input else K
+
+    def tokens(self, count=T):
+        ids = torch.rand(count, E).argsort(dim=1)[:, : self.top_k]
+        return torch.randn(count, H).bfloat16(), 0.1 + torch.rand(count, self.top_k) / 2, ids.int()
+
+    def __call__(self, x, topk_weights, topk_ids, **keywords):
+        return tmoe.fused_experts(
+            x, *self.weights, topk_weights, topk_ids, **self.keywords | keywords
+        )
+
+    def prepare(self):
+        with tmoe.prepare():
+            return self(*self.tokens())
+
+
+def said_of(layer, backend=TRTLLM):
+    """What explain says of a backend after a call of the layer."""
+    asked = problem.Problem(
+        "fused_experts", T, H, I, E, layer.top_k, torch.bfloat16, Machine.of("cpu"),
+        activation=layer.keywords["activation"], scheme=layer.scheme,
+        has_bias=layer.keywords["down_bias"] is not None,
+        weight_on_input=layer.keywords["weight_on_input"],
+        has_static_scales=layer.keywords["input_scale"] is not None, window=layer.window,
+    )  # fmt: skip
+    return next(c for c in tmoe.explain(asked).candidates if c.name == backend)
+
+
+LAYERS = [
+    (TRTLLM, (10, 0), None, SWIGLU, {}),
+    (TRTLLM, (10, 3), None, OAI, {"window": (2, 4)}),
+    (TRTLLM, (10, 0), None, Activation("relu2"), {}),
+    (TRTLLM, (10, 0), "fp8_tensor", SWIGLU, {}),
+    (TRTLLM, (10, 0), "fp8_tensor", SWIGLU, {"on_input": True}),
+    (TRTLLM, (10, 0), "fp8_tensor", Activation.swiglu_step(limit=1.0), {"window": (4, 4)}),
+    (TRTLLM, (10, 0), "fp8_block", SWIGLU, {"window": (0, 4)}),
+    (TRTLLM, (10, 0), "mxfp8", OAI, {}),
+    (TRTLLM, (10, 0), "mxfp4_a8", OAI, {"bias": True}),
+    (TRTLLM, (10, 0), "mxfp4_a16", OAI, {"bias": True}),
+    (TRTLLM, (10, 3), "nvfp4", SWIGLU, {}),
+    (TRTLLM, (10, 0), "nvfp4", OAI, {"bias": True, "window": (4, 4)}),
+    (CUTLASS, (9, 0), None, SWIGLU, {"bias": True}),
+    (CUTLASS, (10, 0), None, Activation("geglu_tanh"), {"window": (4, 4)}),
+    (CUTLASS, (9, 0), "fp8_tensor", OAI, {"bias": True}),
+    (CUTLASS, (9, 0), "fp8_block", SWIGLU, {"window": (0, 4)}),
+    (CUTLASS, (10, 0), "nvfp4", SWIGLU, {"bias": True}),
+    (CUTLASS, (10, 3), "mxfp4_a8", OAI, {"bias": True}),
+]
+
+
+@pytest.mark.parametrize(("backend", "capability", "scheme", "activation", "options"), LAYERS)
+def test_a_prepared_layer_runs_on_flashinfer(backend, capability, scheme, activation, options, on):
+    with on(capability=capability) as fake:
+        layer = Layer(scheme, activation, **options)
+        with tmoe.options(backend=backend), warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            layer.prepare()
+            arguments = layer.tokens()
+            before = len(fake.calls)
+            y = layer(*arguments)
+        (called,) = fake.calls[before:]
+        use = support.USES[backend][scheme or "bf16"]
+        assert called[0] == use.entry.name
+        assert set(called[1]) >= set(support.keywords_of(use, activation))
+        with tmoe.options(backend="torch"):
+            want = layer(*arguments)
+        assert y.dtype == torch.bfloat16 and y.shape == want.shape
+        inputs = scheme and SCHEMES[scheme].inputs
+        step = verify.BOUNDS[inputs.format.element.name if inputs else "bf16"]
+        assert relative_error(y, want) < step
+        out = torch.full_like(y, torch.nan)
+        with tmoe.options(backend=backend):
+            assert layer(*arguments, out=out) is out
+        assert torch.equal(out, y)
+
+
+FAULTS = [
+    ("llama4_weight_twice", "fp8_tensor", SWIGLU, {"on_input": True}),
+    ("weight_twice", None, SWIGLU, {}),
+    ("weight_twice", "nvfp4", SWIGLU, {}),
+    ("gate_up_swapped", "fp8_block", SWIGLU, {}),
+    ("gate_up_swapped", "mxfp4_a8", OAI, {"bias": True}),
+    ("shuffle_ignored", "mxfp8", SWIGLU, {}),
+    ("shuffle_ignored", "nvfp4", SWIGLU, {}),
+    ("limit_in_raw_units", "nvfp4", OAI, {}),
+    ("nan_answer", None, SWIGLU, {}),
+    ("raises", "fp8_block", SWIGLU, {}),
+]
+
+
+@pytest.mark.parametrize(("fault", "scheme", "activation", "options"), FAULTS)
+def test_what_is_wrong_stays_on_triton(fault, scheme, activation, options, on):
+    with on(faults={fault}) as fake:
+        layer = Layer(scheme, activation, **options)
+        wrong = "failed when it was verified|of a row away from Triton's"
+        with tmoe.options(backend=TRTLLM):
+            with (
+                pytest.warns(UserWarning, match="flashinfer_trtllm isn't used for fused_experts"),
+                pytest.raises(tmoe.NoBackendError, match=wrong),
+            ):
+                layer.prepare()
+            with warnings.catch_warnings(), pytest.raises(tmoe.NoBackendError, match=wrong):
+                warnings.simplefilter("error")  # it was said once
+                layer.prepare()
+        assert tmoe.prepared() == [] and re.search(wrong, said_of(layer).reason)
+        fake.calls.clear()
+        arguments = layer.tokens()
+        y = layer(*arguments)
+        with tmoe.options(backend="triton"):
+            assert fake.calls == [] and torch.equal(y, layer(*arguments))
+
+
+def test_a_flashinfer_that_breaks_on_import_is_a_reason(on):
+    with on(faults={"import_error"}):
+        layer = Layer()
+        layer.prepare()
+        assert tmoe.prepared() == []
+        backend = flashinfer_backend.trtllm()
+        said = installed.why_not("trtllm_bf16_routed_moe", ())
+        assert "FlashInfer can't be imported: flashinfer-cubin version" in said
+        assert backend.name == TRTLLM
+
+
+@pytest.mark.parametrize("version", ["0.6.8", "0.6.12", "0.6.15", "0.6.16"])
+def test_old_versions_are_never_called(version, on):
+    with on(version) as fake:
+        layer = Layer("fp8_tensor", on_input=True)
+        layer.prepare()
+        layer(*layer.tokens())
+        assert fake.calls == [] and "needs FlashInfer 0.6.18" in said_of(layer).reason
+
+
+def test_nothing_is_prepared_outside(b200):
+    layer = Layer()
+    layer(*layer.tokens())
+    assert b200.calls == [] and tmoe.prepared() == []
+    assert said_of(layer).reason.startswith("its weights aren't prepared")
+    with tmoe.options(backend=TRTLLM), pytest.raises(tmoe.NoBackendError, match="aren't prepared"):
+        layer(*layer.tokens())
+
+
+def test_weights_are_prepared_once(b200, monkeypatch):
+    layer = Layer("nvfp4")
+    layer.prepare()
+    (entry,) = tmoe.prepared()
+    assert entry.backend == TRTLLM and "nvfp4" in str(entry)
+    assert entry.num_bytes >= sum(w.nbytes for w in layer.weights)
+    monkeypatch.setattr(flashinfer_backend.FlashInferBackend, "prepare", None)
+    for _ in range(2):
+        layer.prepare()
+        layer(*layer.tokens())
+    assert tmoe.prepared() == [entry]
+
+
+def test_what_was_prepared_goes_with_the_layer(b200):
+    layer, other = Layer(), Layer()
+    layer.prepare()
+    other.prepare()
+    assert len(tmoe.prepared()) == 2
+    del layer
+    gc.collect()
+    assert len(tmoe.prepared()) == 1
+    tmoe.release(CUTLASS)
+    assert len(tmoe.prepared()) == 1
+    tmoe.release()
+    assert tmoe.prepared() == [] and not prepared._held
+    other(*other.tokens())
+
+
+@pytest.mark.parametrize("written", ["gate_up", "down", "bias"])
+def test_weights_that_change_are_not_used_as_they_were(written, b200):
+    layer = Layer("mxfp4_a8", OAI, bias=True)
+    layer.prepare()
+    arguments = layer.tokens()
+    before = layer(*arguments)
+    with torch.no_grad():
+        if written == "bias":
+            layer.keywords["down_bias"].add_(8)
+        else:
+            layer.weights[written == "down"].copy_(
+                Layer("mxfp4_a8", OAI).weights[written == "down"]
+            )
+    b200.calls.clear()
+    with pytest.warns(UserWarning, match="written to after they were prepared"):
+        after = layer(*arguments)
+    assert b200.calls == [] and tmoe.prepared() == []
+    with tmoe.options(backend="triton"):
+        assert torch.equal(after, layer(*arguments))
+    assert not torch.equal(before, after)
+    layer.prepare()
+    assert relative_error(layer(*arguments), after) < verify.BOUNDS["e4m3"] and b200.calls
+
+
+def test_other_biases_with_the_same_weights(b200):
+    layer = Layer("mxfp4_a8", OAI, bias=True)
+    layer.prepare()
+    layer.keywords["down_bias"] = layer.keywords["down_bias"] + 1
+    b200.calls.clear()
+    with pytest.warns(UserWarning, match="come with other biases or scales"):
+        layer(*layer.tokens())
+    assert b200.calls == []
+
+
+def test_values_that_cannot_be_expressed(b200):
+    """Input scales that differ between experts, whose inputs are quantised once."""
+    layer = Layer("fp8_tensor")
+    layer.keywords["input_scale"] = torch.linspace(0.01, 0.02, E)
+    with pytest.warns(UserWarning, match="flashinfer_trtllm can't take these weights: .*input_sca"):
+        layer.prepare()
+    assert [call for call in b200.calls if call[0].startswith("trtllm")] == []
+
+
+def test_no_tokens(b200):
+    layer = Layer()
+    with tmoe.prepare():
+        assert layer(*layer.tokens(0)).shape == (0, H)
+    layer.prepare()
+    b200.calls.clear()
+    assert layer(*layer.tokens(0)).shape == (0, H) and b200.calls == []
+
+
+def test_training_and_batch_invariance_stay_on_ours(b200):
+    layer = Layer()
+    layer.prepare()
+    b200.calls.clear()
+    x, *rest = layer.tokens()
+    layer(x.requires_grad_(), *rest).sum().backward()
+    with tmoe.options(batch_invariant=True):
+        layer(x.detach(), *rest)
+    assert b200.calls == [] and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_sum(deterministic, b200):
+    layer = Layer()
+    with tmoe.options(backend=CUTLASS, deterministic=deterministic):
+        layer.prepare()
+        layer(*layer.tokens())
+    assert b200.calls[-1][1]["use_fused_finalize"] is not deterministic
+
+
+def test_verification_can_be_skipped(on):
+    with on(faults={"weight_twice"}) as fake:
+        layer = Layer()
+        with tmoe.options(verify=False):
+            layer.prepare()
+        assert len(fake.calls) == 1 and len(tmoe.prepared()) == 1
+
+
+@pytest.mark.parametrize("fastest", [TRTLLM, CUTLASS, "triton"])
+def test_autotune_keeps_the_layout_of_the_fastest(fastest, b200, monkeypatch):
+    def milliseconds(run, device_type):
+        run()
+        return 1.0 if run.args[0].name == fastest else 2.0
+
+    monkeypatch.setattr(measure, "_milliseconds", milliseconds)
+    layer, second = Layer(), Layer()
+    for each in (layer, second):
+        with tmoe.autotune():
+            each(*each.tokens())
+    assert {entry.backend for entry in tmoe.prepared()} == {fastest} - {"triton"}
+    assert len(tmoe.prepared()) == (0 if fastest == "triton" else 2)
+    b200.calls.clear()
+    layer(*layer.tokens())
+    assert bool(b200.calls) == (fastest != "triton")
+    times = {c.name: c.timing for c in tmoe.explain(prepared_problem(layer)).candidates}
+    assert times[fastest] == 1.0 and times[TRTLLM] in (1.0, 2.0)
+
+
+def prepared_problem(layer):
+    (asked,) = {entry.problem for entry in tmoe.prepared()} or {
+        problem.Problem(
+            "fused_experts", T, H, I, E, K, torch.bfloat16, Machine.of("cpu"), activation=SWIGLU
+        )
+    }
+    return asked
+
+
+def test_a_module_and_explain(b200):
+    layer = tmoe.MoE(H, I, tmoe.Routing(E, K, "Renormalize"), dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    x = torch.randn(3, H).bfloat16()
+    assert tmoe.explain(layer).chosen == "triton"
+    with tmoe.prepare():
+        layer(x)
+    assert tmoe.explain(layer).chosen == TRTLLM
+    b200.calls.clear()
+    y = layer(x)
+    assert [name for name, _ in b200.calls] == ["trtllm_bf16_routed_moe"]
+    with tmoe.options(backend="triton"):
+        assert relative_error(y, layer(x)) < verify.BOUNDS["bf16"]
