@@ -38,6 +38,9 @@ RIGHT = [
 ]
 
 
+TRTLLM = [(case, inputs) for case, inputs in VARIANTS if "trtllm" in case.recipe]
+
+
 @pytest.fixture(scope="module")
 def fake():
     with stand_in.installed("0.7.4", faults=()) as fake:
@@ -89,10 +92,6 @@ def test_swizzled_scales_of_128_tokens_look_like_linear_ones(fake, recipe):
         example.run(hidden_states_scale=swizzled.flatten())
 
 
-def trtllm_variants():
-    return [(case, inputs) for case, inputs in VARIANTS if "trtllm" in case.recipe]
-
-
 @pytest.mark.parametrize(("case", "inputs"), VARIANTS, ids=str)
 def test_windows_of_experts_add_up(fake, case, inputs):
     """And ids outside, -1 among them, contribute nothing."""
@@ -126,7 +125,7 @@ PER_EXPERT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "inputs"), trtllm_variants(), ids=str)
+@pytest.mark.parametrize(("case", "inputs"), TRTLLM, ids=str)
 def test_packed_ids_are_ids_and_weights(fake, case, inputs):
     example = Example.of(fake, case, inputs)
     both = packed(example.tokens.ids, example.tokens.weights)
@@ -175,11 +174,10 @@ METHODS = (
 ).split()
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "grouped"), [*((method, False) for method in METHODS), ("DeepSeekV3", True)]
+)
 def test_logits_are_routed_as_tmoe_does(fake, method, grouped):
-    if grouped and method != "DeepSeekV3":
-        return
     groups = {"n_group": 4, "topk_group": 2} if grouped else {"n_group": 1, "topk_group": 1}
     biased = method in ("MiniMax2", "DeepSeekV3")
     logits, bias = torch.randn(T, E), torch.randn(E).bfloat16().float() if biased else None

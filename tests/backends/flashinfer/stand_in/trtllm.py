@@ -34,6 +34,7 @@ def trtllm(fake: Fake, op: str, args: dict[str, Any]) -> Tensor | list[Tensor]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     activation = fake.member_name(checks, args, "activation_type", "ActivationType")
     method = fake.member_name(checks, args, "routing_method_type", "RoutingMethodType")
+    _check_tokens(checks, args)
     _check_options(fake, checks, args)
     name = _scheme(fake, checks, args)
     scheme = SCHEMES[name]
@@ -68,6 +69,14 @@ def trtllm(fake: Fake, op: str, args: dict[str, Any]) -> Tensor | list[Tensor]:
         checks.misuse(output.is_contiguous(), "output", "contiguous", output.stride())
     output.copy_(answer[:, : output.shape[1]])
     return [output] if "_fp4_" in op else output
+
+
+def _check_tokens(checks: Checks, args: dict[str, Any]) -> None:
+    x = args["hidden_states"]
+    checks.refuse(isinstance(x, Tensor) and x.ndim == 2, "hidden_states", "2-D", x)
+    # Ids of no token look as if there were none. Nobody says what no logits do.
+    complain = checks.refuse if "topk_ids" in args else checks.misuse
+    complain(len(x) > 0, "hidden_states", "of 1 token or more", len(x))
 
 
 def _check_options(fake: Fake, checks: Checks, args: dict[str, Any]) -> None:
@@ -129,7 +138,6 @@ def _check_layer(
 ) -> tuple[int, int]:
     """H and I."""
     x = args["hidden_states"]
-    checks.refuse(isinstance(x, Tensor) and x.ndim == 2, "hidden_states", "2-D", x)
     H = x.shape[1] * (2 if scheme.inputs == UINT8 else 1)
     I = checks.number(args, "intermediate_size", least=1)
     error = NotImplementedError if scheme.format == "fp8_block" else RuntimeError
@@ -200,7 +208,8 @@ def _inputs(checks: Checks, args: dict[str, Any], scheme: Scheme, name: str, H: 
     """(T, H) fp64, without static scales."""
     T = len(args["hidden_states"])
     shape = (T, H // 2 if scheme.inputs == UINT8 else H)
-    x = checks.tensor(args, "hidden_states", scheme.inputs, shape, "shape")
+    looks = "shape" if name == "fp8_tensor" else "dtype shape"
+    x = checks.tensor(args, "hidden_states", scheme.inputs, shape, looks)
     if name == "fp8_block":
         scale = checks.tensor(args, "hidden_states_scale", FP32, (H // 128, T), "dtype shape")
         return x.double() * scale.double().T.repeat_interleave(128, dim=1)
