@@ -128,8 +128,10 @@ PER_EXPERT = [
 @pytest.mark.parametrize(("case", "inputs"), TRTLLM, ids=str)
 def test_packed_ids_are_ids_and_weights(fake, case, inputs):
     example = Example.of(fake, case, inputs)
-    both = packed(example.tokens.ids, example.tokens.weights)
-    assert torch.equal(example.run(topk_ids=both), example.run())
+    ids, weights = example.tokens.ids.clone(), example.tokens.weights
+    ids[:2, 0] = -1
+    wanted = example.run(topk_ids=(ids, weights))
+    assert torch.equal(example.run(topk_ids=packed(ids, weights)), wanted)
 
 
 def test_the_second_bias_is_added_on_one_rank(fake):
@@ -200,3 +202,19 @@ def test_logits_are_routed_as_tmoe_does(fake, method, grouped):
     del given["topk_ids"]
     tokens = Tokens(example.tokens.x, weights.bfloat16().float(), ids)
     assert example.error(run("trtllm_bf16_moe", given), tokens=tokens) < 1
+
+
+def test_groups_round_the_bias_to_bf16(fake):
+    """So that two experts tie that fp32 would tell apart."""
+    bias = torch.tensor([1.0, 1.002, 0, 0, 0, 0, 0, 0])
+    example = Example.of(fake, OF["trtllm_bf16"], "bf16", k=1)
+    given = example.keywords | {
+        "routing_logits": torch.zeros(T, E),
+        "routing_bias": bias,
+        "routing_method_type": fake.enums["RoutingMethodType"].DeepSeekV3,
+    }
+    del given["topk_ids"]
+    for groups, expert in (({"n_group": 2, "topk_group": 1}, 0), ({}, 1)):
+        ids = torch.full((T, 1), expert, dtype=torch.int32)
+        tokens = Tokens(example.tokens.x, torch.ones(T, 1), ids)
+        assert example.error(run("trtllm_bf16_moe", given | groups), tokens=tokens) < 1
