@@ -78,8 +78,8 @@ def cutlass(fake: Fake, args: dict[str, Any]) -> list[Tensor]:
 
 def _check_options(checks: Checks, args: dict[str, Any]) -> None:
     checks.absent(args, ABSENT)
-    checks.refuse(not args["min_latency_mode"], "min_latency_mode", False, True,
-                  NotImplementedError)  # fmt: skip
+    quick = args["min_latency_mode"]
+    checks.refuse(not quick, "min_latency_mode", False, quick, NotImplementedError)
     cluster = (args["cluster_size"], args["cluster_rank"])
     checks.refuse(cluster == (1, 0), "cluster_size", 1, cluster)
     checks.number(args, "tune_max_num_tokens", least=1)

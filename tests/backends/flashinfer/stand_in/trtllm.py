@@ -56,7 +56,8 @@ def trtllm(fake: Fake, op: str, args: dict[str, Any]) -> Tensor | list[Tensor]:
         factor = factor * weights
     answer = experts_answer(kernel, x, factor, ids, args["local_expert_offset"], on_input)
     if not routing.fits_a_tier(args, method):
-        checks.refuse("missing_tier" in fake.faults, "num_experts", "of a compiled size", args)
+        got = args["num_experts"], args["top_k"]
+        checks.refuse("missing_tier" in fake.faults, "num_experts", "of a compiled size", got)
         answer.fill_(torch.nan)
     output = args.get("output")
     if output is None:
@@ -129,8 +130,8 @@ def _scheme(fake: Fake, checks: Checks, args: dict[str, Any]) -> str:
 def _check_device(fake: Fake, checks: Checks, name: str) -> None:
     if fake.capability is not None:
         ok = fake.capability[0] == 10 and (name != "mxfp4_a16" or fake.capability[1] != 3)
-        checks.refuse(ok, "device", "of compute capability 10.x (no MXFP4×BF16 on 10.3)",
-                      fake.capability)  # fmt: skip
+        wanted = "of compute capability 10.x, for MXFP4 beside bf16 not 10.3"
+        checks.refuse(ok, "device", wanted, fake.capability)
 
 
 def _check_layer(
@@ -147,9 +148,8 @@ def _check_layer(
     multiple = scheme.intermediate[0 if activation in GATED else 1]
     checks.refuse(I % multiple == 0, "intermediate_size", f"a multiple of {multiple}", I)
     checks.misuse(H % scheme.hidden == 0, "hidden_states", f"H % {scheme.hidden} == 0", H)
-    wanted = f"at most {MOST_NVFP4_TOKENS} tokens"
-    checks.misuse(scheme.format != "nvfp4" or len(x) <= MOST_NVFP4_TOKENS, "hidden_states", wanted,
-                  len(x))  # fmt: skip
+    few = scheme.format != "nvfp4" or len(x) <= MOST_NVFP4_TOKENS
+    checks.misuse(few, "hidden_states", f"at most {MOST_NVFP4_TOKENS} tokens", len(x))
     return H, I
 
 
@@ -185,7 +185,8 @@ def _check_experts(checks: Checks, args: dict[str, Any], method: str) -> None:
         )  # fmt: skip
     if given or method not in routing.BIASED:
         what = f"None where {'ids are given' if given else f'{method} ignores it'}"
-        checks.misuse(args.get("routing_bias") is None, "routing_bias", what, args)
+        bias = args.get("routing_bias")
+        checks.misuse(bias is None, "routing_bias", what, bias)
         factor = args["routed_scaling_factor"]
         checks.misuse(factor in (None, 1.0), "routed_scaling_factor", what, factor)
     if not given:
