@@ -290,7 +290,8 @@ def test_weights_that_change_are_not_used_as_they_were(written, b200):
 def test_other_biases_with_the_same_weights(b200):
     layer = Layer("mxfp4_a8", OAI, bias=True)
     layer.prepare()
-    layer.keywords["down_bias"] = layer.keywords["down_bias"] + 1
+    before = layer.keywords["down_bias"]
+    layer.keywords["down_bias"] = before + 1
     b200.calls.clear()
     with pytest.warns(UserWarning, match="come with other biases or scales"):
         layer(*layer.tokens())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tmoe
-from tests.backends.flashinfer.undo import (
+from tests.backends.flashinfer.stand_in.undo import (
     VECTOR,
     gate_first,
     gate_up_of_fused,

@@ -1,117 +1,62 @@
 """Weights prepared for FlashInfer: a layer computed by hand, in fp64, from what each recipe makes.
 
-``undo.py`` undoes the layouts, ``by_hand.py`` imitates the kernels.
+The stand-in's reading of them undoes the layouts and imitates the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tmoe
-from tests.backends.flashinfer import undo
-from tests.backends.flashinfer.by_hand import Kernel, dequantized, of_cutlass, of_trtllm
+from tests.backends.flashinfer.cases import (
+    A1,
+    A2,
+    ACTIVATION_TYPES,
+    CASES,
+    LAYERS,
+    LIMITED,
+    OAI,
+    OF,
+    RELU2,
+    STEP,
+    SWIGLU,
+    Case,
+    dequantized,
+    make,
+    prepared,
+    recipes,
+)
+from tests.backends.flashinfer.stand_in import reading, undo
+from tests.backends.flashinfer.stand_in.kernel import Kernel
 from tmoe.activation import Activation
-from tmoe.backends.flashinfer import cutlass_weights, trtllm_weights
 from tmoe.backends.flashinfer.layer import Sizes
 from tmoe.dispatch.prepared import ExpertWeights
-from tmoe.formats import FORMATS, QuantizedTensor
-
-recipes = SimpleNamespace(**vars(trtllm_weights) | vars(cutlass_weights))
+from tmoe.formats import QuantizedTensor
 
 E, T = 3, 5
-A1, A2 = 0.125, 0.75  # static scales of the two inputs
-
-
-SWIGLU, RELU2, GEGLU = Activation("swiglu"), Activation("relu2"), Activation("geglu")
-LIMITED, STEP = Activation.swiglu(limit=0.5), Activation.swiglu_step(limit=0.25)
-OAI = Activation.swiglu_oai(alpha=1.702, limit=0.75)
-FUSED = (SWIGLU, LIMITED, OAI, STEP, RELU2, GEGLU)
-
-
-@dataclass(frozen=True)
-class Case:
-    recipe: str
-    format: str  # of tmoe.quantize, or a dtype
-    H: int
-    I: int
-    padded: tuple[int, int]  # H, and I with a gate
-    ungated: int  # padded I without a gate
-    activations: tuple[Activation, ...]
-    bias: bool = False
-    options: tuple = ()  # of the recipe
-
-    def __str__(self) -> str:
-        return "-".join((self.recipe, self.format, str(self.H), *(str(v) for _, v in self.options)))
-
-
-SHUFFLED = (("use_shuffled_weight", True),)
-BLOCKED = (*SHUFFLED, ("weight_layout", "BlockMajorK"))
-CASES = [
-    Case("trtllm_fp8_per_tensor", "fp8_tensor", 96, 40, (96, 48), 128, (SWIGLU, STEP, RELU2)),
-    Case("trtllm_fp8_block", "fp8_block", 384, 256, (384, 256), 256, (SWIGLU,)),
-    Case("trtllm_fp8_block", "fp8_block", 384, 256, (384, 256), 256, (SWIGLU,), False, SHUFFLED),
-    Case("trtllm_fp8_block", "fp8_block", 384, 256, (384, 256), 256, (SWIGLU,), False, BLOCKED),
-    Case("trtllm_mxfp8", "mxfp8", 96, 80, (256, 128), 128, FUSED),
-    Case("trtllm_mxfp8", "mxfp8", 128, 128, (128, 128), 128, FUSED),
-    Case("trtllm_fp4", "nvfp4", 160, 48, (256, 128), 128, FUSED, bias=True),
-    Case("trtllm_fp4", "mxfp4", 288, 160, (512, 256), 256, FUSED, bias=True),
-    Case("trtllm_bf16", "bfloat16", 64, 40, (64, 128), 128, (SWIGLU, LIMITED, OAI, STEP, RELU2)),
-    Case("cutlass_bf16", "bfloat16", 24, 20, (24, 24), 24, FUSED, bias=True),
-    Case("cutlass_bf16", "float16", 24, 24, (24, 24), 24, FUSED, bias=True),
-    Case("cutlass_fp8_per_tensor", "fp8_tensor", 32, 40, (32, 48), 48, FUSED, bias=True),
-    Case("cutlass_fp8_block", "fp8_block", 384, 256, (384, 256), 256, (SWIGLU,)),
-    Case("cutlass_nvfp4", "nvfp4", 192, 48, (192, 64), 128, FUSED, bias=True),
-    Case("cutlass_mxfp4", "mxfp4", 128, 48, (128, 128), 128, FUSED, bias=True),
-]  # fmt: skip
-OF = {case.recipe: case for case in CASES[::-1]}
-LAYERS = [
-    (case, activation, bias, interleaved)
-    for case in CASES
-    for activation in case.activations
-    for bias in (False, True)[: 1 + case.bias]
-    for interleaved in (False, True)[: 1 + (activation.gated and case.format != "fp8_block")]
-]
-
-
-def make(case: Case, activation: Activation, bias: bool = False, interleaved: bool = False):
-    """A layer whose experts and projections are of different sizes, so that no two scales agree."""
-    torch.manual_seed(case.H + case.I)
-    rows = (1 + activation.gated) * case.I
-    w13 = torch.randn(E, rows, case.H) * torch.tensor([0.3, 1.0, 2.0]).view(-1, 1, 1) * 0.1
-    w2 = torch.randn(E, case.H, case.I) * torch.tensor([2.0, 0.5, 1.0]).view(-1, 1, 1)
-    if case.format in FORMATS:
-        block = (128, 128) if case.format == "fp8_block" else None
-        w13, w2 = (tmoe.quantize(w.bfloat16(), case.format, block_shape=block) for w in (w13, w2))
-    else:
-        w13, w2 = (w.to(getattr(torch, case.format)) for w in (w13, w2))
-    biases = (torch.randn(E, rows).bfloat16(), torch.randn(E, case.H).bfloat16())
-    static = case.format in ("fp8_tensor", "nvfp4")
-    return ExpertWeights(
-        w13, w2, activation, interleaved, *(biases if bias else (None, None)),
-        *((A1, torch.tensor([A2, 2 * A2, 3 * A2])) if static else (None, None)),
-    )  # fmt: skip
-
-
-def prepared(case: Case, experts: ExpertWeights):
-    return getattr(recipes, case.recipe)(experts, **dict(case.options))
 
 
 def kernel_of(case: Case, made, activation: Activation) -> Kernel:
+    """Its input is x, unless x is in steps of a static scale."""
+    name = ACTIVATION_TYPES[activation.name]
     if "trtllm" in case.recipe:
-        return of_trtllm(made, case.format, activation, A1)
-    return of_cutlass(made, case.format, activation)
+        kernel = reading.of_trtllm(made.keywords(), case.format, name)
+        return replace(kernel, input=1 / A1) if case.format in ("fp8_tensor", "nvfp4") else kernel
+    kernel = reading.of_cutlass(made.keywords(), case.format, name)
+    return replace(kernel, input=1 / made.quant_scales[3]) if "tensor" in case.format else kernel
 
 
 def assert_same_layer(kernel: Kernel, experts: ExpertWeights) -> None:
-    activation = Activation.of(experts.activation)
     H = experts.down_proj.shape[1]
     x = torch.randn(T, H, dtype=torch.float64)
-    got, want = kernel.run(x, activation), dequantized(experts, x)
+    filled = F.pad(x, (0, kernel.gate_up.shape[-1] - H))
+    got = torch.stack([kernel.expert(e, filled) for e in range(E)])
+    want = dequantized(experts, x)
     assert (got[..., H:] == 0).all()
     error = (got[..., :H] - want).abs().amax((1, 2)) / want.abs().amax((1, 2))
     assert error.max() < 1e-6, error  # scalars are fp32
@@ -155,7 +100,8 @@ def test_the_comparison_sees_every_scalar(case):
     experts = make(case, OAI if OAI in case.activations else STEP, bias=case.bias)
     kernel = kernel_of(case, prepared(case, experts), experts.activation)
     assert_same_layer(kernel, experts)
-    wrong = [{n: getattr(kernel, n) * 2.0} for n in ("input", "first", "hidden", "second")]
+    scalars = ("input", "first", "hidden", "second")
+    wrong = [{n: 2.0 if (value := getattr(kernel, n)) is None else value * 2.0} for n in scalars]
     wrong.append({"gate_up": torch.cat(kernel.gate_up.chunk(2, dim=1)[::-1], dim=1)})
     for name in ("biases", "constants"):
         values = getattr(kernel, name)

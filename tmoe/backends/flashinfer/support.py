@@ -181,6 +181,9 @@ def _about_layer(use: Use, problem: Problem) -> str | None:
         return f"{use.entry.name} has {wanted}, got {activation.name}"
     if activation.name == "geglu" and use.entry.name != CUTLASS.name:
         return f"{use.entry.name} doesn't say which GELU its GeGLU has: erf's or tanh's"
+    if use.entry is FP4_ROUTED and problem.scheme != "nvfp4":  # others are refused, or untested
+        if activation.name not in ("swiglu", "swiglu_oai"):
+            return f"{use.entry.name} has swiglu or swiglu_oai for MXFP4, got {activation.name}"
     sizes = rule.wanted_size(problem.hidden, problem.intermediate, gated=activation.gated)
     if sizes is not None:
         return f"{use.entry.name} needs a layer {sizes[0]}, got {sizes[1]}"
