@@ -27,7 +27,7 @@ def empty_store(monkeypatch, tmp_path):
 
     def forget():
         measure._times.cache_clear()
-        measure._store.cache_clear()
+        measure.store_of.cache_clear()
         operation._choose.cache_clear()
 
     monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path))

@@ -138,6 +138,10 @@ class Problem:
         parts += [f"K={self.top_k}", str(self.dtype).removeprefix("torch.")]
         parts += [self.activation.name] if self.activation else []
         parts += [self.routing.name] if self.routing else []
+        if self.recipe:
+            block = "x".join(str(size or "all") for size in self.recipe.block_shape)
+            rule = [self.recipe.scale_rule] if self.recipe.scale_rule else []
+            parts += [" ".join([self.recipe.format.name, block, *rule])]
         parts += [self.scheme] if self.scheme else []
         flags = ("has_bias", "weight_on_input", "needs_grad", "deterministic", "batch_invariant")
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
-from ..dispatch.measure import is_tuning, known_times, measure
+from ..dispatch.measure import known_times, tuning, when_times_change
 from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import candidates, resolve
+from ..dispatch.tuned import load_tuned, measure_call
 from ..formats.recipe import Recipe
 from ..options import Options, current
 from ..routing import Routing
@@ -53,8 +54,10 @@ def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bo
     """The backend for these facts: one look-up in the hot path."""
     problem = _problem(device, options, facts, needs_grad)
     decision = resolve(problem, options.backend, times=known_times(problem))
-    chosen: Backend = registry.load(decision.chosen)
-    return chosen
+    return load_tuned(decision.chosen, problem)
+
+
+when_times_change(_choose.cache_clear)
 
 
 def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
@@ -105,7 +108,7 @@ class Operation:
     def run(self, arguments: Any, needs_grad: bool, out: Tensor | None) -> Any:
         first = arguments[0]
         facts = self.facts(*arguments)
-        if is_tuning() and first.shape[0] > 0:
+        if tuning() is not None and first.shape[0] > 0:
             self.measure(arguments, facts, needs_grad)
         backend = _choose(first.device, current(), facts, needs_grad)
         if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
@@ -116,16 +119,12 @@ class Operation:
     def measure(self, arguments: Any, facts: Facts, needs_grad: bool) -> None:
         """Time all backends that accept the call, unless that was done before or one is forced."""
         device, options = arguments[0].device, current()
-        problem = _problem(device, options, facts, needs_grad)
-        if options.backend is not None or needs_grad or known_times(problem):
+        if options.backend is not None or needs_grad:
             return
+        problem = _problem(device, options, facts, needs_grad)
         names = [answer.name for answer in candidates(problem) if answer.accepted]
-        runs = {
-            name: partial(self.compute, registry.load(name), *arguments, None) for name in names
-        }
         with _device_guard(device), _autocast_off(device):
-            if len(runs) > 1 and measure(problem, runs):
-                _choose.cache_clear()
+            measure_call(problem, names, lambda backend: self.compute(backend, *arguments, None))
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
