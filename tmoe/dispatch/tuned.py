@@ -85,7 +85,10 @@ def _search(problem: Problem, backend: Tunable, run: Run, asked: Tuning) -> bool
     if not hasattr(backend, "variants"):
         return False
     key = settings_key(problem, backend.name)
-    few, more = backend.variants(problem, run)
+    try:
+        few, more = backend.variants(problem, run)
+    except Exception:  # noqa: BLE001  it can't run the call at all, and `measure` will say so
+        return False
     before = known(problem.machine, key)
     if asked.quick:
         more = {}
