@@ -111,6 +111,7 @@ def test_what_the_kernels_refuse_is_not_run():
     assert runs(p, plain) and runs(p, plain, block_d=256)
     assert runs(blocks, Way("fp8 blocks", "rows"), block_d=128)
     assert not runs(blocks, Way("fp8 blocks", "rows"), block_d=256)  # a step has one scale
+    assert runs(p, plain, block_d=32) and not runs(blocks, Way("decoded", "rows"), block_d=32)
     assert not runs(p, Way("block-scaled", "rows"))  # those units take 128 rows
     assert not runs(p, plain, block_n=256)  # of gate and up: 512 rows of one box
     down_only = replace(p, op="grouped_gemm", activation=None)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-import json
-import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,45 +10,17 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.dispatch.conftest import forget
+from tests.dispatch.tuning import BEST, LAYER_TILES, E, H, K, know, layer, problem
 from tests.reference import fused_experts_ref, quantized
 from tmoe.backends.triton_backend import TritonBackend
-from tmoe.backends.triton_tiles import TABLE, parse_tiles, tiles_name
+from tmoe.backends.triton_tiles import TABLE, tiles_name
 from tmoe.dispatch import measure
-from tmoe.dispatch.problem import ExpertsSpec, Machine, Problem
+from tmoe.dispatch.problem import ExpertsSpec, Machine
 from tmoe.dispatch.tuned import is_same, load_tuned, settings_key
 from tmoe.formats import SCHEMES
 from tmoe.kernels.tiles import LayerTiles, Tile
 
 pytestmark = pytest.mark.usefixtures("empty_store")
-
-E, K, H, I = 4, 2, 32, 16
-BEST = "16x16x32 w4 s2 + 16x32x32 w4 s2"
-LAYER_TILES = parse_tiles(BEST)
-
-
-def layer(device, tokens=5, *, transposed=False):
-    def weight(rows, columns):
-        if transposed:
-            return torch.randn(E, columns, rows, device=device).transpose(1, 2)
-        return torch.randn(E, rows, columns, device=device)
-
-    x, w = torch.randn(tokens, H, device=device), torch.rand(tokens, K, device=device)
-    ids = torch.stack([torch.randperm(E)[:K] for _ in range(tokens)]).to(device)
-    return x, weight(2 * I, H), weight(H, I), w, ids
-
-
-def problem(device, tokens=8, **more):
-    machine = Machine.of(device)
-    more = {"activation": tmoe.Activation.swiglu(), "dtype": torch.float32, **more}
-    return Problem("fused_experts", tokens, H, I, E, K, machine=machine, **more)
-
-
-def know(device, tiles, backends=None, way="plain, rows", **more):
-    """Put times into this process and its store, as an earlier one would have measured them."""
-    p = problem(device, **more)
-    named = {f"{way}: {name}": ms for name, ms in tiles.items()}
-    measure.keep(p.machine, settings_key(p, "triton"), named)
-    measure.keep(p.machine, p.key, backends or {"triton": 1.0, "torch": 2.0})
 
 
 @pytest.fixture
@@ -137,7 +105,7 @@ def test_autotune_leaves_tiles_alone_unless_asked(timed, device):
 
 @pytest.mark.parametrize("scheme", ["fp8_a16", "fp8_block"])
 def test_quantised_experts_and_gemms_have_tiles_too(scheme, timed, launched, device, monkeypatch):
-    H, I, best = 128, 128, Tile(16, 32, 32, 4, 2)
+    H, I, best = 128, 128, Tile(16, 32, 64, 4, 2)
 
     def candidates(problem, way, device):
         return [LayerTiles(best, best)], []
@@ -315,84 +283,3 @@ def test_explain_names_the_tiles_and_all_times(device):
     assert "-> triton" in lines[1] and "41.0 us" in lines[1] and "1.500 ms" in lines[2]
     assert lines[1].endswith(f"; tiles {BEST} tuned for plain, rows") and "tiles" not in lines[2]
     assert "tuned" not in str(tmoe.explain(problem(device, tokens=16)))
-
-
-# files --------------------------------------------------------------------------------------------
-
-
-def refuse(*args, **more):
-    raise AssertionError(f"opened {args}")
-
-
-def test_only_the_first_call_looks_at_a_file(device, monkeypatch):
-    know(device, {BEST: 1.0})
-    forget()
-    tmoe.fused_experts(*layer(device))
-    for where, name in ((builtins, "open"), (os, "open"), (Path, "open"), (Path, "read_text")):
-        monkeypatch.setattr(where, name, refuse)
-    tmoe.fused_experts(*layer(device))
-    tmoe.fused_experts(*layer(device, tokens=40))  # a problem that nobody asked about yet
-    with tmoe.options(batch_invariant=True):
-        tmoe.fused_experts(*layer(device))
-
-
-def broken(content):
-    def breaking(store):
-        store.parent.mkdir(parents=True, exist_ok=True)
-        store.write_bytes(content)
-
-    return breaking
-
-
-def unreadable(store):  # by root too
-    store.unlink(missing_ok=True)
-    store.mkdir(parents=True)
-
-
-def read_only_home(store):
-    store.unlink(missing_ok=True)
-    store.parent.rmdir()
-    store.parent.write_text("a file: nothing can be made below it")
-
-
-def of_another_version(store):
-    content = json.loads(store.read_text())
-    content["machine"]["tmoe"] = "0.0.0"
-    store.write_text(json.dumps(content))
-
-
-def missing_home(store):
-    store.unlink()
-    store.parent.rmdir()
-    store.parent.parent.rmdir()
-
-
-HUGE = "1" + 400 * "0"
-STATES = {
-    "empty": broken(b""),
-    "truncated": lambda store: store.write_bytes(store.read_bytes()[:-40]),
-    "no text": broken(b"\xff\xfe\x80"),
-    "no numbers": lambda store: store.write_text(store.read_text().replace("1.0", '"1"')),
-    "huge numbers": lambda store: store.write_text(store.read_text().replace("1.0", HUGE)),
-    "unreadable": unreadable,
-    "read-only home": read_only_home,
-    "missing home": missing_home,
-    "another version's": of_another_version,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
-def test_forward_is_at_peace_with_any_store(state, tmp_path, monkeypatch, launched, device):
-    monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path / "home"))
-    forget()
-    know(device, {BEST: 1.0}, backends={"triton": 1.0})
-    store = measure.store_of(Machine.of(device)).path
-    for path in store.parent.glob("*.lock"):
-        path.unlink()
-    state(store)
-    forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y = tmoe.fused_experts(*layer(device))
-        assert not measure.known_times(problem(device))
-    assert y.isfinite().all() and LAYER_TILES.gate_up not in launched

@@ -24,7 +24,7 @@ from .problem import Machine, Problem
 from .ranks import Key, agreed
 from .store import MeasuredOn, Store, Times
 
-WARM_UPS, REPEATS = 2, 7
+WARM_UPS, REPEATS, GPU_REPEATS = 2, 5, 11
 COLD_BYTES = 256 << 20  # written between two calls on a GPU: more than any L2 cache holds
 CYCLES_PER_SECOND = 2e9  # of a GPU, at most or a little less
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -163,11 +163,11 @@ def _on_gpu(run: Callable[[], object], seconds: float) -> list[float]:
     """The GPU is kept busy until all calls are queued, so that launching them doesn't count."""
     pairs = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(REPEATS)
+        for _ in range(GPU_REPEATS)
     ]
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(min(2 * REPEATS * seconds, 0.25) * CYCLES_PER_SECOND))
+    torch.cuda._sleep(int(min(2 * GPU_REPEATS * seconds, 0.25) * CYCLES_PER_SECOND))
     for start, end in pairs:
         cold.zero_()
         start.record()
