@@ -44,10 +44,7 @@ def with_tiles(tiles: LayerTiles | None) -> Iterator[None]:
     if tiles is None:
         yield
         return
-    with (
-        mock.patch("tmoe.backends.triton_backend.choose_tiles", lambda *_, **__: tiles),
-        mock.patch("tmoe.backends.triton_quantized.choose_quantized_tiles", lambda *_, **__: tiles),
-    ):
+    with mock.patch("tmoe.backends.triton_tiles.Tiles.choose", lambda *_, **__: tiles):
         yield
 
 

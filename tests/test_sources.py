@@ -35,7 +35,8 @@ ROOMS = {
     "integrations": (*WORDS, "arguments", "ops", "nn"),
     "doctor": ("*",),
     "demo": ("*",),
-    "cli": ("*", "doctor", "demo"),
+    "tune": ("*", "demo"),
+    "cli": ("*", "doctor", "demo", "tune"),
     "__main__": ("cli",),
 }
 PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms

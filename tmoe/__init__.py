@@ -14,8 +14,8 @@ if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "route.py").
 from . import formats  # noqa: E402
 from .activation import Activation  # noqa: E402
 from .dispatch.explain import explain  # noqa: E402
-from .dispatch.measure import autotune, prepare  # noqa: E402
-from .dispatch.prepared import prepared, release  # noqa: E402
+from .dispatch.measure import autotune  # noqa: E402
+from .dispatch.prepared import prepare, prepared, release  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .formats import QuantizedTensor  # noqa: E402
 from .ops import (  # noqa: E402

@@ -167,6 +167,49 @@ def explain(
         raise typer.Exit(1) from error
 
 
+@app.command()
+def tune(
+    model_or_shape: Annotated[
+        str, typer.Argument(help="mixtral-8x7b, deepseek-v3, ..., or E=8,K=2,H=4096,I=14336")
+    ],
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per call, T; each is rounded up to a power of two.")
+    ] = "1,16,128,1024",
+    dtype: Annotated[DType, typer.Option(help="Of weights and activations.")] = DType.bf16,
+    scheme: Annotated[
+        str | None, typer.Option(help="Of quantised weights: fp8_block, nvfp4, ...")
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="swiglu, geglu, silu, ...")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Try fewer tiles.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also what was measured before.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time a layer's tiles and backends on this machine, and keep the times for later processes.
+
+    From then on tmoe takes the fastest for such layers. What is known already isn't measured, and
+    what was measured is kept after each number of tokens, so the command can be stopped and started
+    again. Weights are random and laid out as in tmoe.MoE; for others, call the layer inside
+    tmoe.autotune(tiles=True). Exits with 1 if the times can't be kept, or memory is too small.
+    """
+    import torch
+
+    from .formats.scheme import Scheme
+    from .tune import parse_layer, parse_tokens, run_tune
+
+    try:
+        layer, counts = parse_layer(model_or_shape, activation), parse_tokens(tokens)
+        if scheme not in (None, "bf16"):
+            Scheme.of(scheme, "tune")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    good = run_tune(
+        layer, counts, dtype=dtypes[dtype.value], scheme=None if scheme == "bf16" else scheme,
+        quick=quick, again=again, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(0 if good else 1)
+
+
 def _layer(model: str | None, sizes: dict[str, Any], activation: str | None) -> Layer:
     from .activation import Activation
     from .dispatch.known import Layer, model_layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,13 @@ from tests.checking import assert_matches
 from tests.reference import fused_experts_ref
 from tmoe import registry
 from tmoe.dispatch import measure
-from tmoe.library import operation
+from tmoe.dispatch.resolve import duration
 
 ROOT = Path(__file__).parents[2]
 E, K, H, I = 4, 2, 32, 16
 
 
-@pytest.fixture(autouse=True)
-def empty_store(monkeypatch, tmp_path):
-    """A cache folder of this test's own, and nothing remembered from another."""
-
-    def forget():
-        measure._times.cache_clear()
-        measure._store.cache_clear()
-        operation._choose.cache_clear()
-
-    monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path))
-    forget()
-    yield tmp_path
-    forget()
+pytestmark = pytest.mark.usefixtures("empty_store")
 
 
 @pytest.fixture
@@ -122,7 +111,54 @@ def test_every_operation_can_be_tuned(timed, device):
         tmoe.grouped_gemm(a, b, offsets)
         tmoe.grouped_gemm(a, q, offsets, scheme="fp8_a16")
         tmoe.quantize(a, "mxfp8")
-    assert len(timed) == 8
+        tmoe.quantize(a, "nvfp4")  # the sizes of the one before, and a problem of its own
+    assert len(timed) == 10
+
+
+def test_again_measures_what_is_known_once_a_block(timed, device):
+    for again, count in ((False, 2), (False, 2), (True, 4)):
+        with tmoe.autotune(again=again):
+            tmoe.fused_experts(*layer(device))
+            tmoe.fused_experts(*layer(device))
+        assert len(timed) == count
+
+
+def test_progress_names_what_comes_next(timed, device):
+    shown = []
+    with tmoe.autotune(progress=lambda *step: shown.append(step)):
+        tmoe.fused_experts(*layer(device))
+    assert [name for name, _, _ in shown] == timed and [step[1:] for step in shown] == [
+        (0, 2), (1, 2),
+    ]  # fmt: skip
+
+
+def test_the_clock_of_a_cpu_ticks_in_milliseconds(monkeypatch):
+    now = iter(range(100))  # each look at the clock is a second later than the one before
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
+    calls = []
+    assert measure._milliseconds(lambda: calls.append(1), "cpu") == 1000.0
+    assert len(calls) == measure.WARM_UPS + measure.REPEATS
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_counts_its_work_not_the_launches():
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def many_launches():
+        for _ in range(200):
+            x[0, :64].add_(0.0)
+
+    def work():
+        for _ in range(4):
+            x @ x  # 1.1 TFLOP each
+
+    def slow_host():
+        work()
+        time.sleep(0.02)
+
+    assert measure._milliseconds(many_launches, "cuda") < 1.0
+    busy, idle_host = (measure._milliseconds(run, "cuda") for run in (work, slow_host))
+    assert 1.0 < busy and abs(idle_host - busy) < 0.3 * busy
 
 
 def test_a_backend_that_fails_has_no_time(monkeypatch, device):
@@ -148,6 +184,7 @@ def test_explain_shows_the_times(timed, device):
         "triton": 1.0, "torch": 2.0
     }  # fmt: skip
     assert "1.000 ms" in str(decision)
+    assert duration(0.0413) == "41.3 us" and duration(12.5) == "12.500 ms"
 
 
 def test_another_process_takes_what_this_one_measured(timed, empty_store, device):

@@ -43,6 +43,17 @@ def test_times_are_merged_newer_ones_win(store, tmp_path):
     }
 
 
+def test_a_whole_entry_takes_the_place_of_the_old_one(store, tmp_path):
+    store.add({**TIMES, "another": {"torch": 1.0}})
+    Store(tmp_path / "times", H200).add({"a layer": {"torch": 2.0}}, whole=True)
+    assert store.read()["another"] == {"torch": 1.0}
+    assert Store(tmp_path / "times", H200).read()["a layer"] == {"torch": 2.0}
+    store.add({"a layer": {"triton": 3.0}}, whole=True)
+    assert store.read()["a layer"] == {"triton": 3.0}
+    store.add({"a layer": {}}, whole=True)
+    assert "a layer" not in Store(tmp_path / "times", H200).read()
+
+
 @pytest.mark.parametrize("field", [f.name for f in fields(H200)], ids="another {}".format)
 def test_another_machine_knows_nothing_of_it(store, tmp_path, field):
     """CG05"""
@@ -82,6 +93,7 @@ def test_entries_that_make_no_sense_are_left_out(store):
     content = json.loads(store.path.read_text())
     content["times"] |= {
         "text": "fast", "list": [1], "none": {}, "good": {"triton": 2, "torch": "slow"},
+        "huge": {"a": 10**400},
         "bad": {"a": -1.0, "b": float("nan"), "c": float("inf"), "d": True, "e": None, "f": 0},
     }  # fmt: skip
     store.path.write_text(json.dumps(content))
@@ -96,6 +108,7 @@ def test_where_nothing_can_be_written_this_process_remembers_and_says_why_once(t
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not store.add({"another": {"torch": 1.0}})
+    assert store.problem == "Not a directory"
     assert store.read() == {**TIMES, "another": {"torch": 1.0}}
 
 

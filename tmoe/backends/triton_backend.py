@@ -6,6 +6,8 @@ depends on data. A call allocates the (S, I) intermediate, the (S, H) rows and s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
@@ -13,21 +15,23 @@ from torch import Tensor
 
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
-from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.route import route
 from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
-from tmoe.kernels.tiles import choose_tiles
+from tmoe.kernels.tiles import LayerTiles
 
 from ..dispatch.backend import NO_SCALES
 from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from ..dispatch.tuned import Run, Variants
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
+from .triton_candidates import candidates
 from .triton_quantized import form, quantized_experts, quantized_grouped_gemm
+from .triton_tiles import TABLE, Probe, Tiles, fastest, tiles_name
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,9 +39,14 @@ FEW_TOKENS = 64  # up to here `router_linear` beats a matmul library; see bench/
 
 
 class TritonBackend:
-    """See `tmoe.dispatch.backend.Backend` for what the methods take and return."""
+    """See `tmoe.dispatch.backend.Backend`, and `tmoe.dispatch.tuned.Tunable`, for what the methods
+    take and return."""
 
     name = "triton"
+
+    def __init__(self, tiles: Tiles | None = None) -> None:
+        """With tuned tiles, an instance is for one problem."""
+        self._tiles = tiles or Tiles()
 
     def why_not(self, problem: Problem) -> str | None:
         machine = problem.machine
@@ -65,6 +74,33 @@ class TritonBackend:
 
     def form(self, problem: Problem) -> str:
         return form(problem)
+
+    def variants(self, problem: Problem, run: Run) -> tuple[Variants, Variants]:
+        if problem.op not in ("fused_experts", "grouped_gemm"):
+            return {}, {}
+        probe = Probe()
+        run(TritonBackend(probe))
+        way = probe.way
+        if way is None:
+            return {}, {}
+
+        def named(candidates: list[LayerTiles]) -> dict[str, TritonBackend]:
+            return {
+                f"{way.name}: {tiles_name(tiles)}": TritonBackend(Tiles({way.name: tiles}))
+                for tiles in candidates
+            }
+
+        rows, more = candidates(problem, way, probe.device)
+        return {f"{way.name}: {TABLE}": TritonBackend(), **named(rows)}, named(more)
+
+    def tuned(self, problem: Problem, times: Mapping[str, float]) -> TritonBackend:
+        best = fastest(problem, times)
+        return TritonBackend(Tiles(best)) if best else self
+
+    @property
+    def settings(self) -> str:
+        tuned = self._tiles.tuned.items()
+        return "; ".join(f"tiles {tiles_name(tiles)} tuned for {way}" for way, tiles in tuned)
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
         return self._route(logits, routing, inputs)
@@ -122,17 +158,12 @@ class TritonBackend:
         scale: Tensor | None = None,
     ) -> Tensor:
         if isinstance(b, QuantizedTensor) and scheme is not None:
-            return quantized_grouped_gemm(a, b, expert_offsets, bias, out, scheme, scale)
+            return quantized_grouped_gemm(
+                a, b, expert_offsets, bias, out, scheme, scale, self._tiles
+            )
         S, (E, N, _) = a.shape[0], b.shape
         y = a.new_empty(S, N) if out is None else out
-        tile = choose_tiles(
-            a.device,
-            a.dtype,
-            rows_per_expert=S / E,
-            intermediate=N,
-            described=can_describe(b),
-            batch_invariant=current().batch_invariant,
-        ).down
+        tile = self._tiles.choose(a, (b,), rows_per_expert=S / E, intermediate=N).down
         expert_offsets = expert_offsets.contiguous()
         rows = tile_rows(expert_offsets, S, block_m=tile.block_m)
         grouped_gemm(y, a, b, rows, tile, bias=bias)
@@ -154,17 +185,16 @@ class TritonBackend:
         if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
             return quantized_experts(
                 x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias,
-                spec, out, scales,
+                spec, out, scales, self._tiles,
             )  # fmt: skip
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
         S, activation = T * K, spec.activation
-        tiles = choose_tiles(
-            x.device,
-            x.dtype,
+        tiles = self._tiles.choose(
+            x,
+            (gate_up_proj, down_proj),
             rows_per_expert=S / spec.num_experts,
             intermediate=I,
-            described=can_describe(gate_up_proj) and can_describe(down_proj),
-            batch_invariant=current().batch_invariant,
+            interleaved=spec.interleaved,
         )
         order = sort_tokens(
             topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m

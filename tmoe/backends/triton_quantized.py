@@ -22,7 +22,6 @@ from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
 from tmoe.kernels.sort import sort_tokens, tile_rows
-from tmoe.kernels.tiles import choose_quantized_tiles
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
@@ -34,6 +33,7 @@ from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..options import current
+from .triton_tiles import Tiles
 
 
 def form(problem: Problem) -> str:
@@ -66,6 +66,7 @@ def quantized_experts(
     spec: ExpertsSpec,
     out: Tensor | None,
     scales: StaticScales,
+    all_tiles: Tiles,
 ) -> Tensor:
     """x (T, H) bf16 or fp32 -> (T, H); see `tmoe.dispatch.backend.Backend`."""
     assert spec.scheme is not None
@@ -75,12 +76,13 @@ def quantized_experts(
     kind = _kind(gate_up_proj, inputs)
     if kind == "fp8 blocks" and (not in_halves or I % 64 == 0):
         kind = _specialized(kind, x, gate_up_proj, down_proj)
-    tiles = choose_quantized_tiles(
-        x.device,
+    tiles = all_tiles.choose(
+        x,
+        (gate_up_proj.data, down_proj.data),
         kind,
         rows_per_expert=S / spec.num_experts,
         intermediate=I,
-        batch_invariant=current().batch_invariant,
+        interleaved=spec.interleaved,
     )
     order = sort_tokens(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
@@ -136,6 +138,7 @@ def quantized_grouped_gemm(
     out: Tensor | None,
     scheme: str,
     scale: Tensor | None,
+    all_tiles: Tiles,
 ) -> Tensor:
     """a (S, D) bf16 or fp32 -> (S, N); see `tmoe.dispatch.backend.Backend`."""
     S, (E, N, _) = a.shape[0], b.shape
@@ -144,13 +147,7 @@ def quantized_grouped_gemm(
     kind, y = _kind(b, inputs), a.new_empty(S, N) if out is None else out
     if kind == "fp8 blocks" and y.stride(1) == 1:
         kind = _specialized(kind, a, b)
-    tile = choose_quantized_tiles(
-        a.device,
-        kind,
-        rows_per_expert=S / E,
-        intermediate=N,
-        batch_invariant=current().batch_invariant,
-    ).down
+    tile = all_tiles.choose(a, (b.data,), kind, rows_per_expert=S / E, intermediate=N).down
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
     rows = Inputs(a)
     if inputs is not None:

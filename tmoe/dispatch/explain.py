@@ -15,7 +15,8 @@ from ..options import current
 from .measure import known_times
 from .prepared import backends_at
 from .problem import Machine, Problem, token_bucket
-from .resolve import Decision, resolve
+from .resolve import Candidate, Decision, resolve
+from .tuned import tuned_settings
 
 
 def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Decision:
@@ -36,7 +37,15 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
         problem = _describe(layer_or_problem, num_tokens)
     else:
         problem = replace(layer_or_problem, tokens=token_bucket(layer_or_problem.tokens))
-    return resolve(problem, current().backend, times=known_times(problem))
+    decision = resolve(problem, current().backend, times=known_times(problem))
+    answers = tuple(_with_settings(answer, problem) for answer in decision.candidates)
+    return replace(decision, candidates=answers)
+
+
+def _with_settings(answer: Candidate, problem: Problem) -> Candidate:
+    """The answer, and what is tuned about this backend."""
+    settings = tuned_settings(answer.name, problem) if answer.accepted else ""
+    return replace(answer, reason=f"{answer.reason}; {settings}") if settings else answer
 
 
 def _describe(layer: nn.Module, num_tokens: int) -> Problem:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..activation import Activation
@@ -78,6 +81,38 @@ class Prepared:
 
     def __repr__(self) -> str:
         return f"{self.backend}: {self.num_bytes / 2**20:.1f} MiB for {self.problem}"
+
+
+_preparing: ContextVar[bool] = ContextVar("tmoe_prepare", default=False)
+
+
+@contextmanager
+def prepare() -> Iterator[None]:
+    """Inside, the first call of every layer brings its weights into the layout of the backend that
+    is preferred on this machine, if that one has its own, and compares a result with Triton's.
+
+        with torch.inference_mode(), tmoe.prepare():
+            model(**some_inputs)  # at load time, once
+
+    Later calls of the layer, outside, run on that backend. The layout is a copy of the weights:
+    `prepared` lists what is held, `release` lets go of it, and so does a layer that is freed. A
+    backend whose result differs, or that can't be called, isn't used; a warning says why, and
+    `explain` from then on. With a forced backend the weights are prepared for that one. Calls that
+    need gradients, or while a CUDA graph is captured, are left alone. Local to the thread and to
+    the asyncio task.
+    """
+    token = _preparing.set(True)
+    try:
+        yield
+    finally:
+        _preparing.reset(token)
+
+
+def preparing() -> bool:
+    """Whether this call is inside `prepare`, and may be repeated."""
+    if not _preparing.get():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 _held: dict[Place, dict[str, Prepared]] = {}

@@ -146,8 +146,12 @@ class Problem:
         parts += [f"K={self.top_k}", str(self.dtype).removeprefix("torch.")]
         parts += [self.activation.name] if self.activation else []
         parts += [self.routing.name] if self.routing else []
+        if self.recipe:
+            block = "x".join(str(size or "all") for size in self.recipe.block_shape)
+            rule = [self.recipe.scale_rule] if self.recipe.scale_rule else []
+            parts += [" ".join([self.recipe.format.name, block, *rule])]
         parts += [self.scheme] if self.scheme else []
-        parts += ["{1} experts from {0}".format(*self.window)] if self.window else []
+        parts += [f"{self.window[1]} local"] if self.window else []  # the same on every rank
         flags = (
             "has_bias", "weight_on_input", "has_static_scales",
             "needs_grad", "deterministic", "batch_invariant",

@@ -125,6 +125,11 @@ def _table(answers: tuple[Candidate, ...], chosen: str) -> str:
     for answer in answers:
         mark = "->" if answer.name == chosen else "  "
         verdict = "yes" if answer.accepted else "no "
-        timing = "" if answer.timing is None else f"{answer.timing:.3f} ms  "
+        timing = "" if answer.timing is None else f"{duration(answer.timing)}  "
         lines.append(f"{mark} {answer.name:<{width}}  {verdict}  {timing}{answer.reason}")
     return "\n".join(lines)
+
+
+def duration(ms: float) -> str:
+    """Milliseconds as one reads them: 41.3 us, 1.250 ms."""
+    return f"{1e3 * ms:.1f} us" if ms < 1 else f"{ms:.3f} ms"

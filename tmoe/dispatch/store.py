@@ -4,24 +4,26 @@ A time is worth something only where it was measured, so a file is named after t
 and the versions of the libraries, and says so inside. For each problem it holds the times of all
 candidates, not the winner alone:
 
-    {"machine": {...}, "times": {"fused_experts(...)": {"triton": 0.041, "torch": 0.183}}}
+    {"machine": {...}, "times": {
+        "fused_experts(...)": {"triton": 0.041, "torch": 0.183},
+        "fused_experts(...) by triton": {"plain, rows: table": 0.044, ...}}}
 
-in milliseconds. Reading never fails: a file that is missing, truncated, of another machine or not
-ours is a miss. Writing merges under a lock and replaces the file in one step, so that a reader sees
-the old one or the new one, and a process that is killed leaves the old one; where nothing can be
-written, what was measured is kept for this process, and one warning says why.
+in milliseconds; the second entry is of one backend's settings (`tuned.py`). Reading never fails: a
+file that is missing, truncated, of another machine or not ours is a miss. Writing merges under a
+lock and replaces the file in one step, so that a reader sees the old one or the new one, and a
+process that is killed leaves the old one; where nothing can be written, what was measured is kept
+for this process, and one warning says why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from filelock import FileLock, Timeout
 Times = dict[str, dict[str, float]]  # problem -> candidate -> milliseconds
 
 LOCK_SECONDS = 10.0  # that a writer waits for another one
+LONGEST = 1e9  # milliseconds; more is no time, or no float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +62,32 @@ class Store:
         """Nothing is read or made yet; `folder` is ``cache_dir() / "times"`` as a rule."""
         self.path = folder / measured_on.file_name
         self._measured_on = measured_on
+        self.problem: str | None = None  # why the last `add` didn't reach the file
         self._added: Times = {}
-        self._warned = False
 
     def read(self) -> Times:
         """All times, freshly read. Never raises."""
         return _merged(self._of_file(), self._added)
 
-    def add(self, times: Mapping[str, Mapping[str, float]]) -> bool:
-        """Add times to those that are there, newer ones in place of older ones. Whether they will
-        be there for other processes, too: if not, a warning said why once."""
-        self._added = _merged(self._added, times)
+    def add(self, times: Mapping[str, Mapping[str, float]], *, whole: bool = False) -> bool:
+        """Add times to those that are there, newer ones in place of older ones; if `whole`, these
+        problems' old candidates go. Whether they will be there for other processes, too: if not, a
+        warning said why once."""
+        gone = tuple(times) if whole else ()
+        self._added = _merged(_without(self._added, gone), times)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS):
-                self._replace(_merged(self._of_file(), self._added))
+                self._replace(_merged(_without(self._of_file(), gone), self._added))
         except (OSError, Timeout) as error:
-            if not self._warned:
-                self._warned = True
-                why = getattr(error, "strerror", None) or error
+            is_news = self.problem is None
+            self.problem = str(getattr(error, "strerror", None) or error)
+            if is_news:
                 warnings.warn(
-                    f"tmoe can't keep what it measured in {self.path}: {why}", stacklevel=2
+                    f"tmoe can't keep what it measured in {self.path}: {self.problem}", stacklevel=2
                 )
             return False
+        self.problem = None
         return True
 
     def _of_file(self) -> Times:
@@ -107,7 +113,7 @@ class Store:
 
 
 def _usable(times: Any) -> Times:
-    """Positive finite numbers by candidate by problem; whatever else stands there is left out."""
+    """Positive numbers of a sensible size by candidate by problem; whatever else is left out."""
     if not isinstance(times, dict):
         return {}
     usable = {
@@ -115,12 +121,16 @@ def _usable(times: Any) -> Times:
             name: float(ms)
             for name, ms in candidates.items()
             if isinstance(ms, int | float) and not isinstance(ms, bool)
-            and 0 < ms < math.inf
+            and 0 < ms < LONGEST
         }
         for problem, candidates in times.items()
         if isinstance(candidates, dict)
     }  # fmt: skip
     return {problem: candidates for problem, candidates in usable.items() if candidates}
+
+
+def _without(times: Times, problems: Collection[str]) -> Times:
+    return {problem: known for problem, known in times.items() if problem not in problems}
 
 
 def _merged(old: Times, new: Mapping[str, Mapping[str, float]]) -> Times:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
-from ..dispatch.measure import doing, known_times, measure
+from ..dispatch.measure import known_times, tuning, when_times_change
+from ..dispatch.prepared import preparing
 from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import candidates, resolve
+from ..dispatch.tuned import load_tuned, measure_call
 from ..formats.recipe import Recipe
 from ..options import Options, current
 from ..routing import Routing
@@ -56,8 +58,10 @@ def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bo
     """The backend for these facts: one look-up in the hot path."""
     problem = _problem(device, options, facts, needs_grad)
     decision = resolve(problem, options.backend, times=known_times(problem))
-    chosen: Backend = registry.load(decision.chosen)
-    return chosen
+    return load_tuned(decision.chosen, problem)
+
+
+when_times_change(_choose.cache_clear)
 
 
 def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
@@ -110,7 +114,7 @@ class Operation:
     def run(self, arguments: Any, needs_grad: bool, out: Tensor | None) -> Any:
         first = arguments[0]
         facts = self.facts(*arguments)
-        if doing() and first.shape[0] > 0 and not needs_grad:
+        if first.shape[0] > 0 and not needs_grad and (preparing() or tuning() is not None):
             self.get_ready(arguments, facts)
             facts = self.facts(*arguments)
         backend = _choose(first.device, current(), facts, needs_grad)
@@ -120,29 +124,24 @@ class Operation:
             return self.compute(backend, *arguments, out)
 
     def get_ready(self, arguments: Any, facts: Facts) -> None:
-        """Prepare the weights, and inside `tmoe.autotune` time all backends that accept the call,
-        unless that was done before or one is forced."""
+        """Prepare the weights, and inside `tmoe.autotune` time what can run the call."""
         device, options = arguments[0].device, current()
         problem = _problem(device, options, facts, False)
-        times, forced = known_times(problem), options.backend
-        tune = doing() == "autotune" and forced is None
+        forced = options.backend
+        asked = None if forced else tuning()
         with _device_guard(device), _autocast_off(device):
             if self.prepare is not None:
+                times = known_times(problem)
                 order = [forced] if forced else [c.name for c in candidates(problem, times=times)]
-                self.prepare(problem, order, tune and not times, *arguments)
+                every = asked is not None and (asked.again or not times)
+                self.prepare(problem, order, every, *arguments)
                 problem = _problem(device, options, self.facts(*arguments), False)
-            if tune and not times:
-                self.measure(problem, arguments)
-            if tune and self.release is not None:
+            if asked is None:
+                return
+            names = [answer.name for answer in candidates(problem) if answer.accepted]
+            measure_call(problem, names, lambda backend: self.compute(backend, *arguments, None))
+            if self.release is not None:
                 self.release(resolve(problem, times=known_times(problem)).chosen, *arguments)
-
-    def measure(self, problem: Problem, arguments: Any) -> None:
-        names = [answer.name for answer in candidates(problem) if answer.accepted]
-        runs = {
-            name: partial(self.compute, registry.load(name), *arguments, None) for name in names
-        }
-        if len(runs) > 1 and measure(problem, runs):
-            _choose.cache_clear()
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
