@@ -47,13 +47,13 @@ from tmoe.kernels.rounding import (
     bits_of,
     decode_e4m3,
     decode_ue8m0,
-    divide,
+    e4m3_codes,
+    e4m3_scale,
     encode_e4m3,
     encode_ue8m0,
     larger,
     reciprocal_ue8m0,
     scale_rounding,
-    with_sign,
 )
 
 LONGEST_ROW = 16384  # elements that a program keeps in registers
@@ -63,11 +63,11 @@ CEIL_ROUND_UP, EXPONENT = tl.constexpr(CEIL["ROUND_UP"]), tl.constexpr(CEIL["EXP
 
 @triton.jit
 def _scale_of(largest, POWER_OF_TWO: tl.constexpr):
-    scale = tl.div_rn(largest, E4M3_MAX)
-    is_zero = scale == 0.0
+    scale = e4m3_scale(largest)
     if POWER_OF_TWO:
-        scale = decode_ue8m0(encode_ue8m0(largest, CEIL_ROUND_UP, EXPONENT))
-    return tl.where(is_zero, 1.0, scale)
+        power = decode_ue8m0(encode_ue8m0(largest, CEIL_ROUND_UP, EXPONENT))
+        scale = tl.where(tl.div_rn(largest, E4M3_MAX) == 0.0, 1.0, power)
+    return scale
 
 
 @triton.jit
@@ -88,8 +88,7 @@ def _codes(blocks, scale, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         return encode_e4m3(blocks * reciprocal_ue8m0(bits_of(scale) >> 23))
     else:
-        quotient = divide(blocks, scale, E4M3_MAX, KEEP_NAN=True)
-        return encode_e4m3(with_sign(quotient, blocks))
+        return e4m3_codes(blocks, scale)
 
 
 @triton.jit(do_not_specialize=["M", "num_rows", "num_partials"])

@@ -116,14 +116,12 @@ HOPPER_FP8_BLOCKS = (
 )
 # With specialised warps tiles can be larger: three small programs read twice as much from L2.
 HOPPER_FP8_BLOCKS_SPECIALIZED = (
-    *HOPPER_FP8_BLOCKS[:-1],
+    HOPPER_FP8_BLOCKS[0],
     LayerTiles(
-        Tile(128, 64, 128, 4, 6, group_m=16, specialized=True),
-        Tile(128, 128, 128, 4, 5, group_m=16, specialized=True),
-        768,
+        Tile(64, 128, 128, 4, 4, specialized=True), Tile(64, 256, 128, 4, 4, specialized=True), 64
     ),
     LayerTiles(
-        Tile(192, 64, 128, 4, 4, specialized=True), Tile(192, 128, 128, 4, 4, specialized=True)
+        Tile(128, 128, 128, 4, 4, specialized=True), Tile(128, 256, 128, 4, 4, specialized=True)
     ),
 )
 # Other codes become bf16 on the way, which takes more time than to load them: where there are few

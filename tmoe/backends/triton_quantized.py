@@ -12,6 +12,7 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import is_one_matrix
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.launch import (
+    cdiv,
     has_block_scaled_units,
     has_fp8_units,
     multiplies_block_scaled,
@@ -102,20 +103,25 @@ def quantized_experts(
         a = _quantize(
             x, inputs, scales.input, rows, offsets, scales_by_column=tiles.gate_up.specialized
         )
-    # A static scale is known before the rows are: then the first GEMM quantises what it stores.
-    of_hidden = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
+    # The first GEMM quantises what it stores if a static scale is known before the rows are, or if
+    # its tiles have whole blocks of them.
+    static = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
+    blocks = None
+    if tiles.gate_up.specialized and static is None:
+        blocks = x.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # those of a column together
+    is_quantised = static is not None or blocks is not None
     hidden = grouped_gemm(
-        x.new_empty(S, I, dtype=x.dtype if of_hidden is None else torch.float8_e4m3fn),
+        x.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
         a.data, gate_up_proj.data, order, tiles.gate_up,
-        scales=_scales(gate_up_proj, a, of_hidden), bias=gate_up_bias,
+        scales=_scales(gate_up_proj, a, static, blocks), bias=gate_up_bias,
         gather=gather, row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
-    a = Inputs(hidden)
-    if of_hidden is not None:
-        a = Inputs(hidden, _of_rows(of_hidden, offsets, S))
-    elif inputs is not None:
+    a = Inputs(hidden, blocks)
+    if static is not None:
+        a = Inputs(hidden, _of_rows(static, offsets, S))
+    elif inputs is not None and blocks is None:
         a = _quantize(
             hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets,
             scales_by_column=tiles.down.specialized,
@@ -247,7 +253,9 @@ def _specialized(kind: str, x: Tensor, *weights: QuantizedTensor) -> str:
     return f"{kind}, specialized" if suits and specializes_warps(x.device) else kind
 
 
-def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Scales:
+def _scales(
+    weight: QuantizedTensor, a: Inputs, out: Tensor | None = None, out_blocks: Tensor | None = None
+) -> Scales:
     rows, columns = weight.block_shape
     if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
         rows = weight.shape[1] // 2
@@ -261,4 +269,5 @@ def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Sc
         a.blocks,
         a.blocks is not None and a.data.dtype == torch.uint8,
         None if out is None else out.float(),
+        out_blocks,
     )
