@@ -25,6 +25,8 @@ S rows, E experts, N output columns, D depth (contracted).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -45,6 +47,7 @@ from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import Scales
 
+FLAGS = ''
 STEP = gl.constexpr(128)  # of the depth, which has one scale
 W_ROWS = gl.constexpr(256)  # that a tile multiplies by
 BOX_BYTES = gl.constexpr(64 * 128)
@@ -68,41 +71,99 @@ def _w_rows(half, N, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _num_items(num_tiles, tiles_n, FORM: gl.constexpr):
+    """How many whole tiles there are, and how many items with the halves that follow them."""
+    total = num_tiles * tiles_n
+    whole = total
+    if FORM.splits:
+        whole = gl.maximum(total - gl.num_programs(0) // 2, 0)
+    return whole, 2 * total - whole
+
+
+@gluon.jit
+def _expect(full, empty, stage, phase, is_whole, num_rows, pred, FORM: gl.constexpr):
+    """Wait until a slot is empty, and announce how many bytes are to come."""
+    mbarrier.wait(empty.index(stage), phase, pred=pred)
+    bar = full.index(stage)
+    mbarrier.expect(bar, 4 * BOX_BYTES, pred=pred & is_whole)
+    if FORM.splits:
+        mbarrier.expect(bar, 2 * BOX_BYTES, pred=pred & (is_whole == 0))
+    if FORM.parts == 1:
+        mbarrier.expect(bar, BOX_BYTES, pred=pred)
+    else:
+        mbarrier.expect(bar, BOX_BYTES, pred=pred & (num_rows <= PART))
+        mbarrier.expect(bar, 2 * BOX_BYTES, pred=pred & (num_rows > PART))
+
+
+@gluon.jit
 def _loader(operands, tiles, rings, FORM: gl.constexpr):
     a_desc, w_desc = operands
-    tiles_ptr, num_tiles_ptr, N, D = tiles
-    a_ring, w_ring, full, empty = rings
+    tiles_ptr, num_tiles_ptr, taken_ptr, N, D = tiles
+    a_ring, w_ring, full, empty, items = rings
     PARTS: gl.constexpr = FORM.parts
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = gl.load(num_tiles_ptr)
     N_W = N * FORM.w_rows_per_column
     tiles_n = gl.cdiv(N_W, W_ROWS)
+    whole, num_items = _num_items(num_tiles, tiles_n, FORM)
     stage, phase = 0, 1
-    for index in range(gl.program_id(0), num_tiles * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_position(index, num_tiles, tiles_n, FORM.group_m)
+    index = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    while index < num_items:
+        following = gl.atomic_add(taken_ptr, 1, sem="relaxed")
+        is_whole, more = index < whole, gl.maximum(index - whole, 0)
+        own_half = more % 2
+        tile = gl.minimum(index, whole + more // 2)
+        tile_m, tile_n = tile_position(tile, num_tiles, tiles_n, FORM.group_m)
         expert, first_row, end_row = load_tile(tiles_ptr, tile_m)
-        for d in range(0, D, STEP):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        at = stage * 4
+        items.index(at).store(gl.full([1], expert, gl.int32, ONE))
+        items.index(at + 1).store(gl.full([1], first_row, gl.int32, ONE))
+        items.index(at + 2).store(gl.full([1], end_row, gl.int32, ONE))
+        column = (2 * tile_n + own_half) * 2 + is_whole.to(gl.int32)
+        items.index(at + 3).store(gl.full([1], column, gl.int32, ONE))
+        for d in range(0, D, FORM.pair * STEP):
+            # Two steps are asked for together, so that memory reads longer stretches of a row.
+            next_stage, next_phase = _next(stage, phase, FORM)
+            has_next = d + STEP < D
+            _expect(full, empty, stage, phase, is_whole, end_row - first_row, True, FORM)
+            if FORM.pair == 2:
+                _expect(
+                    full, empty, next_stage, next_phase, is_whole, end_row - first_row, has_next, FORM
+                )
+            for i in gl.static_range(4):
+                first_w, second_w = _w_rows(2 * tile_n + i // 2, N, FORM)
+                row = expert * N_W + (second_w if i % 2 == 1 else first_w)
+                wanted = is_whole | (own_half == i // 2)
+                tma.async_copy_global_to_shared(
+                    w_desc, [row, d], full.index(stage), w_ring.index(stage * 4 + i), pred=wanted
+                )
+                if FORM.pair == 2:
+                    tma.async_copy_global_to_shared(
+                        w_desc, [row, d + STEP], full.index(next_stage),
+                        w_ring.index(next_stage * 4 + i), pred=wanted & has_next,
+                    )  # fmt: skip
             for i in gl.static_range(PARTS):  # parts without rows aren't loaded
-                is_last = (first_row + i * PART < end_row) & (
-                    (i + 1 == PARTS) | (first_row + (i + 1) * PART >= end_row)
-                )
-                mbarrier.expect(bar, (i + 5) * BOX_BYTES, pred=is_last)
-            for i in gl.static_range(2):
-                first_w, second_w = _w_rows(2 * tile_n + i, N, FORM)
-                slot = stage * 4 + 2 * i
-                tma.async_copy_global_to_shared(
-                    w_desc, [expert * N_W + first_w, d], bar, w_ring.index(slot)
-                )
-                tma.async_copy_global_to_shared(
-                    w_desc, [expert * N_W + second_w, d], bar, w_ring.index(slot + 1)
-                )
-            for i in gl.static_range(PARTS):
                 row = first_row + i * PART
                 tma.async_copy_global_to_shared(
-                    a_desc, [row, d], bar, a_ring.index(stage * PARTS + i), pred=row < end_row
-                )
-            stage, phase = _next(stage, phase, FORM)
+                    a_desc, [row, d], full.index(stage), a_ring.index(stage * PARTS + i),
+                    pred=row < end_row,
+                )  # fmt: skip
+                if FORM.pair == 2:
+                    tma.async_copy_global_to_shared(
+                        a_desc, [row, d + STEP], full.index(next_stage),
+                        a_ring.index(next_stage * PARTS + i), pred=(row < end_row) & has_next,
+                    )  # fmt: skip
+            stage, phase = next_stage, next_phase
+            if FORM.pair == 2:
+                if has_next:
+                    stage, phase = _next(stage, phase, FORM)
+        index = following
+    mbarrier.wait(empty.index(stage), phase)
+    items.index(stage * 4).store(gl.full([1], -1, gl.int32, ONE))
+    mbarrier.arrive(full.index(stage), count=2)
+    if index == num_items + gl.num_programs(0) - 1:  # the last that any program takes
+        gl.store(taken_ptr, 0)
 
 
 @gluon.jit
@@ -137,31 +198,39 @@ def _add_product(acc, a_codes, w_codes, of_a, of_w, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _read(word):
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER: gl.constexpr):
     a_scale_ptr, _w_scale_ptr, a_strides, w_strides, num_rows = scales
-    tiles_ptr, num_tiles_ptr, N, D = tiles
-    a_ring, w_ring, full, empty = rings
-    num_tiles = gl.load(num_tiles_ptr)
-    tiles_n = gl.cdiv(N * FORM.w_rows_per_column, W_ROWS)
+    N, D = tiles
+    a_ring, w_ring, full, empty, items = rings
     num_steps = gl.cdiv(D, STEP)
     w_halves = w_ring._reinterpret(w_ring.dtype, [FORM.stages * 2, HALF, STEP], w_ring.layout)
     stage, phase, turn = 0, 0, 0
-    for index in range(gl.program_id(0), num_tiles * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_position(index, num_tiles, tiles_n, FORM.group_m)
-        expert, first_row, end_row = load_tile(tiles_ptr, tile_m)
+    mbarrier.wait(full.index(stage), phase)
+    expert = _read(items.index(stage * 4))
+    while expert >= 0:
+        first_row, end_row = _read(items.index(stage * 4 + 1)), _read(items.index(stage * 4 + 2))
+        column = _read(items.index(stage * 4 + 3))
+        is_whole = column % 2 == 1
         own_part, own_half = 0, NUMBER
         if FORM.parts == 2:
-            both = end_row - first_row > PART
-            own_part, own_half = gl.where(both, NUMBER, 0), gl.where(both, 0, NUMBER)
+            shares = is_whole & (end_row - first_row <= PART)
+            both = is_whole & (end_row - first_row > PART)
+            own_part = gl.where(shares, 0, NUMBER)
+            own_half = gl.where(shares, NUMBER, column // 2 % 2)
         first_row += own_part * PART
-        half = 2 * tile_n + own_half
+        half = column // 4 * 2 + own_half
         ptrs = _scale_ptrs(scales, expert, half, N, FORM)
         more_ptrs = _scale_ptrs(scales, expert, half + 1, N, FORM)
         rows = first_row + gl.arange(0, PART, layout=gl.SliceLayout(1, PRODUCT))
         a_ptrs = gl.minimum(rows, num_rows - 1).to(gl.int64) * a_strides[0] + a_scale_ptr
         of_a, of_w = gl.load(a_ptrs), (gl.load(ptrs[0]), gl.load(ptrs[1]))
         of_more = of_w
-        if FORM.parts == 2:
+        if FORM.parts == 2 and not FORM.shares_scales:
             of_more = (gl.load(more_ptrs[0]), gl.load(more_ptrs[1]))
         acc = gl.zeros((PART, HALF), gl.float32, layout=PRODUCT)
         more = acc
@@ -172,7 +241,7 @@ def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER
             offset = ahead * w_strides[2]
             next_w = (gl.load(ptrs[0] + offset), gl.load(ptrs[1] + offset))
             next_more = next_w
-            if FORM.parts == 2:
+            if FORM.parts == 2 and not FORM.shares_scales:
                 next_more = (gl.load(more_ptrs[0] + offset), gl.load(more_ptrs[1] + offset))
             mbarrier.wait(full.index(stage), phase)
             a_codes = a_ring.index(stage * FORM.parts + own_part)
@@ -193,6 +262,8 @@ def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER
         else:
             finish(result, shared, acc, more, own, turn, FORM, NUMBER, False)
             turn ^= 1
+        mbarrier.wait(full.index(stage), phase)
+        expert = _read(items.index(stage * 4))
 
 
 @gluon.jit(do_not_specialize=["alpha", "limit"])
@@ -208,6 +279,7 @@ def _fp8_blocks_kernel(
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
+    taken_ptr,  # (1,) 0, and 0 again when all programs have ended
     S, N, D, stride_out, a_scale_strides, w_scale_strides, out_scale_strides, bias_strides,
     alpha, limit,
     FORM: gl.constexpr, LOADER_REGISTERS: gl.constexpr, MULTIPLIER_REGISTERS: gl.constexpr,
@@ -227,14 +299,15 @@ def _fp8_blocks_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(known.index(i), count=1)
     fence_async_shared()
     operands = (a_desc, w_desc)
-    tiles = (tiles_ptr, num_tiles_ptr, N, D)
-    rings = (a_ring, w_ring, full, empty)
+    items = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], line)
+    tiles = (tiles_ptr, num_tiles_ptr, taken_ptr, N, D)
+    rings = (a_ring, w_ring, full, empty, items)
     shared = (out_buffers, maxima, known)
     scales = (a_scale_ptr, w_scale_ptr, a_scale_strides, w_scale_strides, S)
     result = (
@@ -243,8 +316,8 @@ def _fp8_blocks_kernel(
     )
     gl.warp_specialize(
         [
-            (_multiplier, (scales, result, tiles, rings, shared, FORM, 0)),
-            (_multiplier, (scales, result, tiles, rings, shared, FORM, 1)),
+            (_multiplier, (scales, result, (N, D), rings, shared, FORM, 0)),
+            (_multiplier, (scales, result, (N, D), rings, shared, FORM, 1)),
             (_loader, (operands, tiles, rings, FORM)),
         ],
         [4, 1],
@@ -288,15 +361,16 @@ def fp8_blocks_gemm(
         TensorDescriptor(a, list(a.shape), list(a.stride()), box, codes),
         TensorDescriptor(w_rows, list(w_rows.shape), list(w_rows.stride()), box, codes),
         scales.rows, scales.weight, of_out, bias, row_weight,
-        order.row_to_slot, order.tiles, order.num_tiles,
+        order.row_to_slot, order.tiles, order.num_tiles, order.taken,
         len(a), N, D, out.stride(0), scales.rows.stride(), scales.weight.stride(),
         (0, 0) if of_out is None else of_out.stride(),
-        (0, 0) if bias is None else bias.stride(), alpha, limit,
+        (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
         FORM=Form(
             activation, gated, interleaved, tile.group_m, tile.block_m // PART.value,
-            tile.num_stages,
+            tile.num_stages, tile.block_m == 128 and not (gated and of_out is not None),
+            N % STEP.value == 0 and gated and not interleaved, 2 if 'l' in FLAGS else 1,
         ),
         LOADER_REGISTERS=LOADER_REGISTERS, MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, 
     )  # fmt: skip
     return out

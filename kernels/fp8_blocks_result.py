@@ -37,6 +37,9 @@ class Form:
     group_m: int
     parts: int  # of 64 rows in a tile
     stages: int  # slots of the ring
+    splits: bool  # the last tiles, into their halves: they are shared out more evenly
+    shares_scales: bool  # both halves have the same: N is a multiple of 128
+    pair: int
 
     @property
     def in_halves(self) -> bool:

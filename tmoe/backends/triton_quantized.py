@@ -92,17 +92,20 @@ def quantized_experts(
     a, gather = Inputs(x), True
     if inputs is not None:
         of_experts = scales.input is not None and scales.input.numel() > 1
-        # A token's codes differ from row to row, or are wanted row by row.
-        if on_input is not None or of_experts or tiles.gate_up.specialized:
+        copies = None
+        if on_input is not None or of_experts:  # a token's codes differ from row to row
             rows = Rows(order.row_to_slot, K, on_input, offsets[-1:])
             gather, on_input = False, None
+        elif tiles.gate_up.specialized:  # they are wanted row by row
+            rows, copies, gather = ALL_ROWS, order.slot_to_row, False
         elif _is_of_all(inputs) and scales.input is None:
             rows = Rows(used_tokens(order.slot_to_row))
         else:
             rows = ALL_ROWS
         a = _quantize(
-            x, inputs, scales.input, rows, offsets, scales_by_column=tiles.gate_up.specialized
-        )
+            x, inputs, scales.input, rows, offsets,
+            scales_by_column=tiles.gate_up.specialized, copies=copies,
+        )  # fmt: skip
     # The first GEMM quantises what it stores if a static scale is known before the rows are, or if
     # its tiles have whole blocks of them.
     static = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
@@ -179,13 +182,13 @@ class Inputs:
 
 def _quantize(
     x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor, *,
-    scales_by_column: bool,
+    scales_by_column: bool, copies: Tensor | None = None,
 ) -> Inputs:  # fmt: skip
     """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
     multiplied out: what the format holds, as numbers of x's dtype.
 
-    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column: as for
-    `quantize_fp8`.
+    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column and
+    copies: as for `quantize_fp8`.
     """
     format, of_experts = recipe.format, scale is not None and scale.numel() > 1
     keep = multiplies_block_scaled(x.device)
@@ -210,7 +213,10 @@ def _quantize(
     if scale is not None and of_experts:
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
     return Inputs(
-        *quantize_fp8(x, block=block, scale=scale, rows=rows, scales_by_column=scales_by_column)
+        *quantize_fp8(
+            x, block=block, scale=scale, rows=rows,
+            scales_by_column=scales_by_column, copies=copies,
+        )  # fmt: skip
     )
 
 
