@@ -6,8 +6,7 @@
     swiglu_step  min(silu(g), limit) · u            |u| ≤ limit (Step-3.7)
     silu, gelu, gelu_tanh, relu2, identity          of g alone: the expert has no up half
 
-g gate, u up. Clamps are selects, so that a NaN stays a NaN, as in torch. Where a limit is None, there
-is none.
+g gate, u up. Clamps are selects, so that a NaN stays a NaN, as in torch. None is no limit.
 """
 
 import triton

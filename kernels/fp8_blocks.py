@@ -5,21 +5,24 @@
 What `grouped_gemm` computes of e4m3 codes with scales for 128 of the depth (b), in expert order.
 There a program's tile can't be large, since every step's product has registers of its own beside
 the total, and with small tiles the L2 cache is what limits. Here the warps of a program share a
-tile of 64 or 128 rows × 256 weight rows, and have different jobs:
+tile of 128 rows × 256 weight rows, and have different jobs:
 
-    loader       one warp. Asks the TMA for the next step's codes as soon as a slot of the ring in
-                 shared memory is empty.
+    loader       one warp. Takes tile after tile, and asks the TMA for the next step's codes as soon
+                 as a slot of the ring in shared memory is empty.
     multipliers  two groups of four warps. They wait until a slot is full, multiply 64 rows by 128
                  weight rows, and add the product times its scales in fp32. They drift apart, so
                  that while one adds, the other keeps the tensor cores busy.
 
-The weight rows of a tile are two halves of 128; of a gated projection each half is 64 gate rows and
-their 64 up rows. A multiplier has 64 rows of its own and goes through both halves, or, where there
-are no more than 64 rows, both multipliers have the same rows and a half each.
+The weight rows of a tile are two halves of 128; of a gated projection a half is 64 gate rows and
+their 64 up rows. A multiplier has 64 rows of its own and goes through both halves, one after the
+other. In a tile of no more than 64 rows both multipliers have the same rows, and a half each.
+
+Programs take tiles from a common counter, since tiles don't take the same time. The last ones are
+taken as halves, so that all programs end at about the same time.
 
 Triton compiles all warps to one program; this is Gluon, its lower level, where layouts of registers
 and barriers are explicit. It isn't interpreted: the tests compare it with `grouped_gemm` on a GPU.
-What happens to the sums is in `fp8_blocks_result.py`.
+The loader is in `fp8_blocks_loader.py`; what becomes of the sums, in `fp8_blocks_result.py`.
 S rows, E experts, N output columns, D depth (contracted).
 """
 
@@ -34,143 +37,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmoe.kernels.fp8_blocks_result import HALF, PART, PRODUCT, Form, finish
-from tmoe.kernels.gemm_tile import load_tile, tile_position
+from tmoe.kernels.fp8_blocks_loader import (
+    HALF,
+    PART,
+    STEP,
+    W_ROWS,
+    Form,
+    first_w_rows,
+    load_tiles,
+    next_slot,
+    read_word,
+)
+from tmoe.kernels.fp8_blocks_result import PRODUCT, finish
 from tmoe.kernels.launch import cdiv, num_multiprocessors
 from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import Scales
 
-FLAGS = ''
-STEP = gl.constexpr(128)  # of the depth, which has one scale
-W_ROWS = gl.constexpr(256)  # that a tile multiplies by
-BOX_BYTES = gl.constexpr(64 * 128)
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 24, 240
-
-
-@gluon.jit
-def _next(stage, phase, FORM: gl.constexpr):
-    """The ring's next slot; barriers change their phase from round to round."""
-    wraps = stage + 1 == FORM.stages
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def _w_rows(half, N, FORM: gl.constexpr):
-    """Where the first and the second 64 weight rows of a half start, within an expert."""
-    if FORM.in_halves:
-        return half * PART, N + half * PART
-    else:
-        return half * HALF, half * HALF + PART
-
-
-@gluon.jit
-def _num_items(num_tiles, tiles_n, FORM: gl.constexpr):
-    """How many whole tiles there are, and how many items with the halves that follow them."""
-    total = num_tiles * tiles_n
-    whole = total
-    if FORM.splits:
-        whole = gl.maximum(total - gl.num_programs(0) // 2, 0)
-    return whole, 2 * total - whole
-
-
-@gluon.jit
-def _expect(full, empty, stage, phase, is_whole, num_rows, pred, FORM: gl.constexpr):
-    """Wait until a slot is empty, and announce how many bytes are to come."""
-    mbarrier.wait(empty.index(stage), phase, pred=pred)
-    bar = full.index(stage)
-    mbarrier.expect(bar, 4 * BOX_BYTES, pred=pred & is_whole)
-    if FORM.splits:
-        mbarrier.expect(bar, 2 * BOX_BYTES, pred=pred & (is_whole == 0))
-    if FORM.parts == 1:
-        mbarrier.expect(bar, BOX_BYTES, pred=pred)
-    else:
-        mbarrier.expect(bar, BOX_BYTES, pred=pred & (num_rows <= PART))
-        mbarrier.expect(bar, 2 * BOX_BYTES, pred=pred & (num_rows > PART))
-
-
-@gluon.jit
-def _loader(operands, tiles, rings, FORM: gl.constexpr):
-    a_desc, w_desc = operands
-    tiles_ptr, num_tiles_ptr, taken_ptr, N, D = tiles
-    a_ring, w_ring, full, empty, items = rings
-    PARTS: gl.constexpr = FORM.parts
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tiles = gl.load(num_tiles_ptr)
-    N_W = N * FORM.w_rows_per_column
-    tiles_n = gl.cdiv(N_W, W_ROWS)
-    whole, num_items = _num_items(num_tiles, tiles_n, FORM)
-    stage, phase = 0, 1
-    index = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-    while index < num_items:
-        following = gl.atomic_add(taken_ptr, 1, sem="relaxed")
-        is_whole, more = index < whole, gl.maximum(index - whole, 0)
-        own_half = more % 2
-        tile = gl.minimum(index, whole + more // 2)
-        tile_m, tile_n = tile_position(tile, num_tiles, tiles_n, FORM.group_m)
-        expert, first_row, end_row = load_tile(tiles_ptr, tile_m)
-        mbarrier.wait(empty.index(stage), phase)
-        at = stage * 4
-        items.index(at).store(gl.full([1], expert, gl.int32, ONE))
-        items.index(at + 1).store(gl.full([1], first_row, gl.int32, ONE))
-        items.index(at + 2).store(gl.full([1], end_row, gl.int32, ONE))
-        column = (2 * tile_n + own_half) * 2 + is_whole.to(gl.int32)
-        items.index(at + 3).store(gl.full([1], column, gl.int32, ONE))
-        for d in range(0, D, FORM.pair * STEP):
-            # Two steps are asked for together, so that memory reads longer stretches of a row.
-            next_stage, next_phase = _next(stage, phase, FORM)
-            has_next = d + STEP < D
-            _expect(full, empty, stage, phase, is_whole, end_row - first_row, True, FORM)
-            if FORM.pair == 2:
-                _expect(
-                    full, empty, next_stage, next_phase, is_whole, end_row - first_row, has_next, FORM
-                )
-            for i in gl.static_range(4):
-                first_w, second_w = _w_rows(2 * tile_n + i // 2, N, FORM)
-                row = expert * N_W + (second_w if i % 2 == 1 else first_w)
-                wanted = is_whole | (own_half == i // 2)
-                tma.async_copy_global_to_shared(
-                    w_desc, [row, d], full.index(stage), w_ring.index(stage * 4 + i), pred=wanted
-                )
-                if FORM.pair == 2:
-                    tma.async_copy_global_to_shared(
-                        w_desc, [row, d + STEP], full.index(next_stage),
-                        w_ring.index(next_stage * 4 + i), pred=wanted & has_next,
-                    )  # fmt: skip
-            for i in gl.static_range(PARTS):  # parts without rows aren't loaded
-                row = first_row + i * PART
-                tma.async_copy_global_to_shared(
-                    a_desc, [row, d], full.index(stage), a_ring.index(stage * PARTS + i),
-                    pred=row < end_row,
-                )  # fmt: skip
-                if FORM.pair == 2:
-                    tma.async_copy_global_to_shared(
-                        a_desc, [row, d + STEP], full.index(next_stage),
-                        a_ring.index(next_stage * PARTS + i), pred=(row < end_row) & has_next,
-                    )  # fmt: skip
-            stage, phase = next_stage, next_phase
-            if FORM.pair == 2:
-                if has_next:
-                    stage, phase = _next(stage, phase, FORM)
-        index = following
-    mbarrier.wait(empty.index(stage), phase)
-    items.index(stage * 4).store(gl.full([1], -1, gl.int32, ONE))
-    mbarrier.arrive(full.index(stage), count=2)
-    if index == num_items + gl.num_programs(0) - 1:  # the last that any program takes
-        gl.store(taken_ptr, 0)
+ONE_WORD = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 
 @gluon.jit
 def _scale_ptrs(scales, expert, half, N, FORM: gl.constexpr):
     """Of a half's first and second 64 weight rows. Rows that don't exist have the last one's."""
     ptr, strides = scales[1], scales[3]
-    first, second = _w_rows(half, N, FORM)
+    first, second = first_w_rows(half, N, FORM)
     last = N * FORM.w_rows_per_column - 1
     ptr += expert.to(gl.int64) * strides[0]
     return (
@@ -190,7 +87,8 @@ def _add_product(acc, a_codes, w_codes, of_a, of_w, FORM: gl.constexpr):
     zero = gl.zeros((PART, HALF), gl.float32, layout=PRODUCT)
     product = warpgroup_mma(a_codes, w_codes.permute((1, 0)), zero, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-    # An instruction that stays where it is: the next product shall have the registers of this one.
+    # An instruction that the compiler leaves where it is. It would put off `gl.fma` until after the
+    # next product, for which there would be no registers.
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, factor, acc],
         dtype=gl.float32, is_pure=False, pack=1,
@@ -198,30 +96,23 @@ def _add_product(acc, a_codes, w_codes, of_a, of_w, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _read(word):
-    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER: gl.constexpr):
+def _multiplier(scales, result, shape, rings, shared, FORM: gl.constexpr, NUMBER: gl.constexpr):
     a_scale_ptr, _w_scale_ptr, a_strides, w_strides, num_rows = scales
-    N, D = tiles
+    N, D = shape
     a_ring, w_ring, full, empty, items = rings
     num_steps = gl.cdiv(D, STEP)
     w_halves = w_ring._reinterpret(w_ring.dtype, [FORM.stages * 2, HALF, STEP], w_ring.layout)
     stage, phase, turn = 0, 0, 0
     mbarrier.wait(full.index(stage), phase)
-    expert = _read(items.index(stage * 4))
+    expert = read_word(items, stage * 4)
     while expert >= 0:
-        first_row, end_row = _read(items.index(stage * 4 + 1)), _read(items.index(stage * 4 + 2))
-        column = _read(items.index(stage * 4 + 3))
+        first_row, end_row = read_word(items, stage * 4 + 1), read_word(items, stage * 4 + 2)
+        column = read_word(items, stage * 4 + 3)
         is_whole = column % 2 == 1
-        own_part, own_half = 0, NUMBER
-        if FORM.parts == 2:
-            shares = is_whole & (end_row - first_row <= PART)
-            both = is_whole & (end_row - first_row > PART)
-            own_part = gl.where(shares, 0, NUMBER)
-            own_half = gl.where(shares, NUMBER, column // 2 % 2)
+        shares_rows = is_whole & (end_row - first_row <= PART)
+        has_both = is_whole & (end_row - first_row > PART)
+        own_part = gl.where(shares_rows, 0, NUMBER)
+        own_half = gl.where(shares_rows, NUMBER, column // 2 % 2)
         first_row += own_part * PART
         half = column // 4 * 2 + own_half
         ptrs = _scale_ptrs(scales, expert, half, N, FORM)
@@ -230,7 +121,7 @@ def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER
         a_ptrs = gl.minimum(rows, num_rows - 1).to(gl.int64) * a_strides[0] + a_scale_ptr
         of_a, of_w = gl.load(a_ptrs), (gl.load(ptrs[0]), gl.load(ptrs[1]))
         of_more = of_w
-        if FORM.parts == 2 and not FORM.shares_scales:
+        if not FORM.shares_scales:
             of_more = (gl.load(more_ptrs[0]), gl.load(more_ptrs[1]))
         acc = gl.zeros((PART, HALF), gl.float32, layout=PRODUCT)
         more = acc
@@ -241,29 +132,25 @@ def _multiplier(scales, result, tiles, rings, shared, FORM: gl.constexpr, NUMBER
             offset = ahead * w_strides[2]
             next_w = (gl.load(ptrs[0] + offset), gl.load(ptrs[1] + offset))
             next_more = next_w
-            if FORM.parts == 2 and not FORM.shares_scales:
+            if not FORM.shares_scales:
                 next_more = (gl.load(more_ptrs[0] + offset), gl.load(more_ptrs[1] + offset))
             mbarrier.wait(full.index(stage), phase)
-            a_codes = a_ring.index(stage * FORM.parts + own_part)
+            a_codes = a_ring.index(stage * 2 + own_part)
             acc = _add_product(acc, a_codes, w_halves.index(stage * 2 + own_half), of_a, of_w, FORM)
-            if FORM.parts == 2:
-                if both:
-                    w_codes = w_halves.index(stage * 2 + 1)
-                    more = _add_product(more, a_codes, w_codes, of_a, of_more, FORM)
+            if has_both:
+                w_codes = w_halves.index(stage * 2 + 1)
+                more = _add_product(more, a_codes, w_codes, of_a, of_more, FORM)
             mbarrier.arrive(empty.index(stage), count=1)
             of_a, of_w, of_more = next_a, next_w, next_more
-            stage, phase = _next(stage, phase, FORM)
+            stage, phase = next_slot(stage, phase, FORM)
         own = (expert, first_row, end_row, half, N)
-        if FORM.parts == 1:
-            finish(result, shared, acc, more, own, turn, FORM, NUMBER, False)
-            turn ^= 1
-        elif both:
+        if has_both:
             finish(result, shared, acc, more, own, turn, FORM, NUMBER, True)
         else:
             finish(result, shared, acc, more, own, turn, FORM, NUMBER, False)
             turn ^= 1
         mbarrier.wait(full.index(stage), phase)
-        expert = _read(items.index(stage * 4))
+        expert = read_word(items, stage * 4)
 
 
 @gluon.jit(do_not_specialize=["alpha", "limit"])
@@ -279,7 +166,7 @@ def _fp8_blocks_kernel(
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
-    taken_ptr,  # (1,) 0, and 0 again when all programs have ended
+    taken_ptr,  # (1,)  0, and again 0 at the end
     S, N, D, stride_out, a_scale_strides, w_scale_strides, out_scale_strides, bias_strides,
     alpha, limit,
     FORM: gl.constexpr, LOADER_REGISTERS: gl.constexpr, MULTIPLIER_REGISTERS: gl.constexpr,
@@ -287,25 +174,24 @@ def _fp8_blocks_kernel(
     """Grid: (multiprocessors,). A program takes tile after tile."""
     STAGES: gl.constexpr = FORM.stages
     codes: gl.constexpr = a_desc.dtype
-    a_ring = gl.allocate_shared_memory(codes, [STAGES * FORM.parts, PART, STEP], a_desc.layout)
+    a_ring = gl.allocate_shared_memory(codes, [STAGES * 2, PART, STEP], a_desc.layout)
     w_ring = gl.allocate_shared_memory(codes, [STAGES * 4, PART, STEP], w_desc.layout)
     out_buffers = gl.allocate_shared_memory(
         out_ptr.dtype.element_ty, [2, PART, FORM.columns],
         gl.NVMMASharedLayout.get_default_for([PART, FORM.columns], out_ptr.dtype.element_ty),
     )  # fmt: skip
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    maxima = gl.allocate_shared_memory(gl.float32, [4, PART], line)
+    maxima = gl.allocate_shared_memory(gl.float32, [4, PART], ONE_WORD)
+    items = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], ONE_WORD)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(full.index(i), count=2)  # the bytes of w, and those of a
+        mbarrier.init(empty.index(i), count=2)  # both multipliers
     for i in gl.static_range(2):
         mbarrier.init(known.index(i), count=1)
     fence_async_shared()
     operands = (a_desc, w_desc)
-    items = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 1], line)
     tiles = (tiles_ptr, num_tiles_ptr, taken_ptr, N, D)
     rings = (a_ring, w_ring, full, empty, items)
     shared = (out_buffers, maxima, known)
@@ -318,7 +204,7 @@ def _fp8_blocks_kernel(
         [
             (_multiplier, (scales, result, (N, D), rings, shared, FORM, 0)),
             (_multiplier, (scales, result, (N, D), rings, shared, FORM, 1)),
-            (_loader, (operands, tiles, rings, FORM)),
+            (load_tiles, (operands, tiles, rings, FORM)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
@@ -346,7 +232,7 @@ def fp8_blocks_gemm(
     a: (S, D) float8_e4m3fn in expert order; scales.rows (S, cdiv(D, 128)), those of a column of
     blocks beside each other. w must be `is_one_matrix` and, if its halves are gate and up rows, N a
     multiple of 64. row_weight: only if not gated. With scales.out_blocks `out` is float8_e4m3fn,
-    and both are written as `quantize_fp8` would, from the result in fp32.
+    and both are written as `quantize_fp8` makes them of the result in fp32.
     """
     D, N = a.shape[1], out.shape[1]
     tiles_n = cdiv(w.shape[1], W_ROWS.value)
@@ -356,6 +242,11 @@ def fp8_blocks_gemm(
     assert scales.weight is not None and scales.rows is not None
     codes = gl.NVMMASharedLayout(128, 8, rank=2)
     box, w_rows, of_out = [PART.value, STEP.value], w.flatten(0, 1), scales.out_blocks
+    form = Form(
+        activation, gated, interleaved, tile.group_m, tile.num_stages,
+        splits=not gated or of_out is None,
+        shares_scales=gated and not interleaved and N % STEP.value == 0,
+    )  # fmt: skip
     _fp8_blocks_kernel[(programs,)](
         out if of_out is None else out.view(torch.uint8),
         TensorDescriptor(a, list(a.shape), list(a.stride()), box, codes),
@@ -365,12 +256,7 @@ def fp8_blocks_gemm(
         len(a), N, D, out.stride(0), scales.rows.stride(), scales.weight.stride(),
         (0, 0) if of_out is None else of_out.stride(),
         (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
-        FORM=Form(
-            activation, gated, interleaved, tile.group_m, tile.block_m // PART.value,
-            tile.num_stages, tile.block_m == 128 and not (gated and of_out is not None),
-            N % STEP.value == 0 and gated and not interleaved, 2 if 'l' in FLAGS else 1,
-        ),
-        LOADER_REGISTERS=LOADER_REGISTERS, MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
-        num_warps=tile.num_warps, 
+        FORM=form, LOADER_REGISTERS=LOADER_REGISTERS, MULTIPLIER_REGISTERS=MULTIPLIER_REGISTERS,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return out

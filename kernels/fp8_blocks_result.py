@@ -3,13 +3,11 @@ stored, as bf16 or as e4m3 codes.
 
     code, scale = quantize_fp8(y, block=(1, 128))        of y in fp32
 
-The codes are those of the next projection's input, whose scales are for 128 columns of a row. Where
-both multipliers have a half of those columns they tell each other their largest numbers.
+The codes are what the next projection multiplies, with scales for 128 columns of a row. A
+multiplier that has only half of them hears the other half's largest number from the other one.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,46 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tmoe.kernels.activation import activate, activate_gated
 from tmoe.kernels.casts import narrow, widen
+from tmoe.kernels.fp8_blocks_loader import HALF, PART, barrier
 from tmoe.kernels.gemm_tile import weight_rows
 from tmoe.kernels.rounding import amax, e4m3_codes, e4m3_scale, larger
 
-PART = gl.constexpr(64)  # rows of a multiplier, and of a box that the TMA copies
-HALF = gl.constexpr(128)  # weight rows that it multiplies by at a time
 PRODUCT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the kernel is compiled for."""
-
-    activation: str
-    gated: bool
-    interleaved: bool
-    group_m: int
-    parts: int  # of 64 rows in a tile
-    stages: int  # slots of the ring
-    splits: bool  # the last tiles, into their halves: they are shared out more evenly
-    shares_scales: bool  # both halves have the same: N is a multiple of 128
-    pair: int
-
-    @property
-    def in_halves(self) -> bool:
-        """Whether the weight rows are all gate rows first, then all up rows."""
-        return self.gated and not self.interleaved
-
-    @property
-    def w_rows_per_column(self) -> int:
-        return 2 if self.gated else 1
-
-    @property
-    def columns(self) -> int:
-        """Of the result that half of a tile's weight rows give."""
-        return HALF.value // self.w_rows_per_column
-
-
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
@@ -95,7 +60,7 @@ def _largest(y, half, N, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _of_both(largest, shared, turn, NUMBER: gl.constexpr):
+def _larger_of_both(largest, shared, turn, NUMBER: gl.constexpr):
     """The larger of what the two multipliers have found. There are two places for it in turn: the
     other one may still be reading the last."""
     _out_buffers, maxima, known = shared
@@ -144,17 +109,18 @@ def finish(
     if BOTH:
         y_more = _activated(result, more, expert, first_row, end_row, half + 1, N, FORM)
     if out_scale_ptr is None:
-        _store(result, buffer, narrow(y, out_ptr.dtype.element_ty), first_row, end_row, half, N, FORM)
+        y = narrow(y, out_ptr.dtype.element_ty)
+        _store(result, buffer, y, first_row, end_row, half, N, FORM)
         if BOTH:
             y_more = narrow(y_more, out_ptr.dtype.element_ty)
             _store(result, buffer, y_more, first_row, end_row, half + 1, N, FORM)
     else:
         largest = _largest(y, half, N, FORM)
-        if FORM.gated:  # both halves are one block
+        if FORM.gated:  # both halves' columns are one block
             if BOTH:
                 largest = larger(largest, _largest(y_more, half + 1, N, FORM))
             else:
-                largest = _of_both(largest, shared, turn, NUMBER)
+                largest = _larger_of_both(largest, shared, turn, NUMBER)
             scale = e4m3_scale(largest)
             scale_more = scale
             _store_scale(result, scale, first_row, end_row, half // 2, N)

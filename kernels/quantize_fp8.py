@@ -256,8 +256,8 @@ def quantize_fp8(
     rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
     scales_by_column: in memory, the computed scales of a column of blocks of x (M, K) lie together.
-    copies: (M, n) int32 contiguous: row m of x (M, K) becomes the rows copies[m] of the result, which
-        has n · M; those that are -1 are left out, and other rows not written. Blocks are (1, bk).
+    copies: (M, n) int32, contiguous: row m of x (M, K) becomes the rows copies[m] of the result,
+        which has n · M; none where that is -1. Other rows aren't written. For blocks (1, bk).
     """
     source = Source.of(x, rows, activation)
     result = source.shape if copies is None else (copies.numel(), source.K)

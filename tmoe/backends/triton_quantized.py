@@ -214,8 +214,12 @@ def _quantize(
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
     return Inputs(
         *quantize_fp8(
-            x, block=block, scale=scale, rows=rows,
-            scales_by_column=scales_by_column, copies=copies,
+            x,
+            block=block,
+            scale=scale,
+            rows=rows,
+            scales_by_column=scales_by_column,
+            copies=copies,
         )  # fmt: skip
     )
 
