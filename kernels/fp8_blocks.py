@@ -49,7 +49,7 @@ from tmoe.kernels.fp8_blocks_loader import (
     W_ROWS,
     Form,
     first_w_rows,
-    load_tiles,
+    loader,
     next_slot,
     read_word,
 )
@@ -107,14 +107,14 @@ def _multiplier(scales, result, shape, rings, shared, FORM: gl.constexpr, NUMBER
     expert = read_word(items, stage * 4)
     while expert >= 0:
         first_row, end_row = read_word(items, stage * 4 + 1), read_word(items, stage * 4 + 2)
-        column = read_word(items, stage * 4 + 3)
-        is_whole = column % 2 == 1
+        halves = read_word(items, stage * 4 + 3)
+        is_whole = halves % 2 == 1
         shares_rows = is_whole & (end_row - first_row <= PART)
         has_both = is_whole & (end_row - first_row > PART)
         own_part = gl.where(shares_rows, 0, NUMBER)
-        own_half = gl.where(shares_rows, NUMBER, column // 2 % 2)
+        half = halves // 2 + gl.where(shares_rows, NUMBER, 0)
+        own_half = half % 2
         first_row += own_part * PART
-        half = column // 4 * 2 + own_half
         ptrs = _scale_ptrs(scales, expert, half, N, FORM)
         more_ptrs = _scale_ptrs(scales, expert, half + 1, N, FORM)
         rows = first_row + gl.arange(0, PART, layout=gl.SliceLayout(1, PRODUCT))
@@ -204,7 +204,7 @@ def _fp8_blocks_kernel(
         [
             (_multiplier, (scales, result, (N, D), rings, shared, FORM, 0)),
             (_multiplier, (scales, result, (N, D), rings, shared, FORM, 1)),
-            (load_tiles, (operands, tiles, rings, FORM)),
+            (loader, (operands, tiles, rings, FORM)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],

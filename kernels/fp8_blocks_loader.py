@@ -68,23 +68,25 @@ def first_w_rows(half, N, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _write_words(words, first, expert, first_row, end_row, column):
-    """Four words in shared memory, by one warp."""
+def _write_words(words, first, expert, first_row, end_row, halves):
+    """What the multipliers must know of a tile, by one warp. expert: -1 after the last tile.
+    halves: twice the (first) half's number, plus 1 if the other one belongs to it."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     words.index(first).store(gl.full([1], expert, gl.int32, WARP))
     words.index(first + 1).store(gl.full([1], first_row, gl.int32, WARP))
     words.index(first + 2).store(gl.full([1], end_row, gl.int32, WARP))
-    words.index(first + 3).store(gl.full([1], column, gl.int32, WARP))
+    words.index(first + 3).store(gl.full([1], halves, gl.int32, WARP))
 
 
 @gluon.jit
 def read_word(words, index):
-    """One of them, by four warps."""
+    """One of the words, by four warps."""
     return gl.max(words.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def load_tiles(operands, tiles, rings, FORM: gl.constexpr):
+def loader(operands, tiles, rings, FORM: gl.constexpr):
+    """One warp: fill slot after slot, for tile after tile."""
     a_desc, w_desc = operands
     tiles_ptr, num_tiles_ptr, taken_ptr, N, D = tiles
     a_ring, w_ring, full, empty, items = rings
@@ -102,14 +104,14 @@ def load_tiles(operands, tiles, rings, FORM: gl.constexpr):
     while item < num_items:
         following = gl.atomic_add(taken_ptr, 1, sem="relaxed")  # now: an answer takes a while
         is_whole, past_whole = item < whole, gl.maximum(item - whole, 0)
-        own_half = past_whole % 2
+        own_half = past_whole % 2  # 0 if it is whole
         tile = gl.minimum(item, whole + past_whole // 2)
         tile_m, tile_n = tile_position(tile, num_tiles, tiles_n, FORM.group_m)
         expert, first_row, end_row = load_tile(tiles_ptr, tile_m)
         has_two_parts = end_row - first_row > PART
-        mbarrier.wait(empty.index(stage), phase)
-        column = (2 * tile_n + own_half) * 2 + is_whole.to(gl.int32)
-        _write_words(items, stage * 4, expert, first_row, end_row, column)
+        mbarrier.wait(empty.index(stage), phase)  # so the words there have been read, too
+        halves = (2 * tile_n + own_half) * 2 + is_whole.to(gl.int32)
+        _write_words(items, stage * 4, expert, first_row, end_row, halves)
         for d in range(0, D, STEP):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)

@@ -63,11 +63,11 @@ CEIL_ROUND_UP, EXPONENT = tl.constexpr(CEIL["ROUND_UP"]), tl.constexpr(CEIL["EXP
 
 @triton.jit
 def _scale_of(largest, POWER_OF_TWO: tl.constexpr):
-    scale = e4m3_scale(largest)
     if POWER_OF_TWO:
-        power = decode_ue8m0(encode_ue8m0(largest, CEIL_ROUND_UP, EXPONENT))
-        scale = tl.where(tl.div_rn(largest, E4M3_MAX) == 0.0, 1.0, power)
-    return scale
+        scale = decode_ue8m0(encode_ue8m0(largest, CEIL_ROUND_UP, EXPONENT))
+        return tl.where(tl.div_rn(largest, E4M3_MAX) == 0.0, 1.0, scale)
+    else:
+        return e4m3_scale(largest)
 
 
 @triton.jit
