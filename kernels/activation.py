@@ -6,7 +6,7 @@
     swiglu_step  min(silu(g), limit) · u            |u| ≤ limit (Step-3.7)
     silu, gelu, gelu_tanh, relu2, identity          of g alone: the expert has no up half
 
-g gate, u up. Clamps are selects, so that a NaN stays a NaN, as in torch.
+g gate, u up. Clamps are selects, so that a NaN stays a NaN, as in torch. None is no limit.
 """
 
 import triton
@@ -17,12 +17,18 @@ from tmoe.kernels.activation_ref import activate_ref  # noqa: F401  (in torch; u
 
 @triton.jit
 def _clamp_above(x, limit):
-    return tl.where(x > limit, limit, x)
+    if limit is None:
+        return x
+    else:
+        return tl.where(x > limit, limit, x)
 
 
 @triton.jit
 def _clamp_both(x, limit):
-    return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    if limit is None:
+        return x
+    else:
+        return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
 @triton.jit

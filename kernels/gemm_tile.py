@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tmoe.kernels.activation import activate, activate_gated
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.rounding import E4M3_MAX, divide, encode_e4m3, with_sign
+from tmoe.kernels.rounding import e4m3_codes
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def finish_tile(
         y *= row_weight
     if out_scale_ptr is not None:  # e4m3 codes of the fp32 numbers, as `quantize_fp8` makes them
         scale = tl.load(out_scale_ptr + expert * stride_scale)
-        y = encode_e4m3(with_sign(divide(y, scale, E4M3_MAX, KEEP_NAN=True), y))
+        y = e4m3_codes(y, scale)
     else:
         y = narrow(y, out_ptr.dtype.element_ty)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]

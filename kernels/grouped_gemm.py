@@ -153,8 +153,8 @@ def grouped_gemm(
 
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
-    codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With a
-    scale of the result `out` is float8_e4m3fn. A specialised tile is for what `fp8_blocks_gemm`
+    codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With
+    scales of the result `out` is float8_e4m3fn. A specialised tile is for what `fp8_blocks_gemm`
     takes.
     """
     if tile.specialized:
@@ -189,7 +189,7 @@ def grouped_gemm(
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,
         max_tiles, N, D, order.top_k, out.stride(0), a.stride(), w.stride(),
         *scales.strides,
-        (0, 0) if bias is None else bias.stride(), alpha, limit,
+        (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,
         ROW_WEIGHT="none" if row_weight is None else "input" if weight_on_input else "output",
         CODES=scales.codes(columns // 2, N if halves else 0),

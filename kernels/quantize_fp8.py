@@ -47,13 +47,13 @@ from tmoe.kernels.rounding import (
     bits_of,
     decode_e4m3,
     decode_ue8m0,
-    divide,
+    e4m3_codes,
+    e4m3_scale,
     encode_e4m3,
     encode_ue8m0,
     larger,
     reciprocal_ue8m0,
     scale_rounding,
-    with_sign,
 )
 
 LONGEST_ROW = 16384  # elements that a program keeps in registers
@@ -63,11 +63,11 @@ CEIL_ROUND_UP, EXPONENT = tl.constexpr(CEIL["ROUND_UP"]), tl.constexpr(CEIL["EXP
 
 @triton.jit
 def _scale_of(largest, POWER_OF_TWO: tl.constexpr):
-    scale = tl.div_rn(largest, E4M3_MAX)
-    is_zero = scale == 0.0
     if POWER_OF_TWO:
         scale = decode_ue8m0(encode_ue8m0(largest, CEIL_ROUND_UP, EXPONENT))
-    return tl.where(is_zero, 1.0, scale)
+        return tl.where(tl.div_rn(largest, E4M3_MAX) == 0.0, 1.0, scale)
+    else:
+        return e4m3_scale(largest)
 
 
 @triton.jit
@@ -88,18 +88,18 @@ def _codes(blocks, scale, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         return encode_e4m3(blocks * reciprocal_ue8m0(bits_of(scale) >> 23))
     else:
-        quotient = divide(blocks, scale, E4M3_MAX, KEEP_NAN=True)
-        return encode_e4m3(with_sign(quotient, blocks))
+        return e4m3_codes(blocks, scale)
 
 
-@triton.jit(do_not_specialize=["M", "num_rows", "num_partials"])
+@triton.jit(do_not_specialize=["M", "num_rows", "num_partials", "num_copies"])
 def _quantize_fp8_kernel(
     data_ptr,  # (L, M, K) e4m3 bytes, written
     scale_ptr,  # (L, blocks of a column, blocks of a row) fp32; written, or read if HAS_SCALE
+    copy_ptr,  # (M, num_copies)  which rows of data and scale a row of x becomes, or -1; or None
     partial_ptr,  # (L, num_partials) fp32, whose maxima are those of the matrices; or None
     x_ptr,  # (L, num_rows, K), or (L, num_rows, 2K) for a gated activation
     pick,  # of `load`
-    num_partials, stride_scale_l, stride_scale_m, stride_scale_k,
+    num_copies, num_partials, stride_scale_l, stride_scale_m, stride_scale_k,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -147,10 +147,20 @@ def _quantize_fp8_kernel(
                 )  # fmt: skip
                 largest = larger(largest, _block_amax(_blocks(more, BM, BK)))
         scale = _scale_of(largest, POWER_OF_TWO)
-        tl.store(scale_ptrs, tl.reshape(scale, scale_ptrs.shape), mask=scale_mask)
+        if copy_ptr is None:
+            tl.store(scale_ptrs, tl.reshape(scale, scale_ptrs.shape), mask=scale_mask)
 
     codes = tl.reshape(_codes(blocks, scale, POWER_OF_TWO), (ROWS, COLS))
-    tl.store(data_ptrs, codes, mask=(rows < M) & (cols < K))
+    if copy_ptr is not None:  # here BM is 1
+        for i in range(num_copies):
+            copy = tl.load(copy_ptr + rows * num_copies + i, mask=rows < M, other=-1)
+            copy_ptrs = data_ptr + copy.to(tl.int64) * K + cols
+            tl.store(copy_ptrs, codes, mask=(copy >= 0) & (cols < K))
+            copy_ptrs = scale_ptr + copy.to(tl.int64) * stride_scale_m + block_k * stride_scale_k
+            values = tl.reshape(scale, copy_ptrs.shape)
+            tl.store(copy_ptrs, values, mask=(copy >= 0) & (block_k * BK < K))
+    else:
+        tl.store(data_ptrs, codes, mask=(rows < M) & (cols < K))
     if IN_PASSES:
         for k in range(COLS, K, COLS):
             more = load(
@@ -235,6 +245,7 @@ def quantize_fp8(
     rows: Rows = ALL_ROWS,
     activation: tuple[str, float, float] | None = None,
     scales_by_column: bool = False,
+    copies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x (..., M, K) fp32/fp16/bf16 -> data (..., M, K) float8_e4m3fn, scale fp32.
 
@@ -245,9 +256,12 @@ def quantize_fp8(
     rows: which rows of x (M, K) are quantised.
     activation: (name, alpha, limit); x is [gate | up], (..., M, 2K), if it is gated.
     scales_by_column: in memory, the computed scales of a column of blocks of x (M, K) lie together.
+    copies: (M, n) int32, contiguous: row m of x (M, K) becomes the rows copies[m] of the result,
+        which has n · M; none where that is -1. Other rows aren't written. For blocks (1, bk).
     """
     source = Source.of(x, rows, activation)
-    shape = fp8_scale_shape(source.shape, block)
+    result = source.shape if copies is None else (copies.numel(), source.K)
+    shape = fp8_scale_shape(result, block)
     has_scale = scale is not None
     if has_scale:
         scale = scale.float()
@@ -255,7 +269,7 @@ def quantize_fp8(
         scale = x.new_empty(shape[::-1], dtype=torch.float32).T
     else:
         scale = x.new_empty(shape, dtype=torch.float32)
-    data = x.new_empty(source.shape, dtype=torch.uint8)
+    data = x.new_empty(result, dtype=torch.uint8)
     if source.is_empty:
         scale = scale if has_scale else scale.fill_(1.0)
     else:
@@ -265,7 +279,8 @@ def quantize_fp8(
         programs = cdiv(source.M, tiling["ROWS"]) * (1 if in_passes else tiling["COL_TILES"])
         scales, *strides = _scale_strides(scale, len(source.lead))
         _quantize_fp8_kernel[(programs, source.L)](
-            data, scales, partial, source.x, source.pick,
+            data, scales, copies, partial, source.x, source.pick,
+            0 if copies is None else copies.shape[1],
             0 if partial is None else partial.shape[1], *strides, *source.arguments,
             HAS_SCALE=has_scale, POWER_OF_TWO=power_of_two and not has_scale,
             IN_PASSES=in_passes, **tiling, **source.constants,

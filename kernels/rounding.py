@@ -122,6 +122,20 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def e4m3_scale(largest):
+    """The fp32 scale under which a block's largest magnitude becomes 448, correctly rounded; 1 for
+    a block of zeros."""
+    scale = tl.div_rn(largest, E4M3_MAX)
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def e4m3_codes(x, scale):
+    """e4m3 bytes of x / scale, to nearest even. Few different scales, [..., 1], as for `divide`."""
+    return encode_e4m3(with_sign(divide(x, scale, E4M3_MAX, KEEP_NAN=True), x))
+
+
+@triton.jit
 def decode_e4m3(code):
     """e4m3 byte → fp32, exact."""
     if not INTERPRETED and cuda_capability_geq(8, 9):

@@ -40,6 +40,7 @@ class SortedTokens:
     slot_to_row: Tensor  # (T, K)  -1 = the expert is not local
     tiles: Tensor  # (max_tiles, 3)  expert, first row, end row; the first num_tiles are written
     num_tiles: Tensor  # (1,)
+    taken: Tensor  # (1,)  0: where a GEMM's programs count the tiles that they take
     block_m: int  # rows per tile
     top_k: int  # K
 
@@ -130,6 +131,7 @@ def _sort_kernel(
     slot_to_row_ptr,  # (S,)  written
     tiles_ptr,  # (max_tiles, 3)  written
     num_tiles_ptr,  # (1,)  written
+    taken_ptr,  # (1,)  written: 0
     counts_before_ptr,  # (num_blocks, E), read if not RECOUNT
     expert_counts_ptr,  # (E,), read if not RECOUNT
     topk_ids_ptr,  # (T, K)
@@ -172,6 +174,7 @@ def _sort_kernel(
     if block == 0:
         tl.store(expert_offsets_ptr + experts, first_rows, mask=is_expert)
         tl.store(expert_offsets_ptr + num_experts, tl.sum(counts, 0))
+        tl.store(taken_ptr, 0)
     _write_tiles(
         tiles_ptr, num_tiles_ptr, experts, first_rows, counts, block, tl.num_programs(0), BLOCK_M
     )
@@ -183,6 +186,7 @@ def _sort_kernel(
 def _tiles_kernel(
     tiles_ptr,  # (max_tiles, 3)  written
     num_tiles_ptr,  # (1,)  written
+    taken_ptr,  # (1,)  written: 0
     expert_offsets_ptr,  # (E+1,)
     num_experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, USE_PDL: tl.constexpr,
@@ -195,6 +199,8 @@ def _tiles_kernel(
     first_rows = tl.load(expert_offsets_ptr + experts, mask=is_expert, other=0)
     counts = tl.load(expert_offsets_ptr + experts + 1, mask=is_expert, other=0) - first_rows
     part, num_parts = tl.program_id(0), tl.num_programs(0)
+    if part == 0:
+        tl.store(taken_ptr, 0)
     _write_tiles(tiles_ptr, num_tiles_ptr, experts, first_rows, counts, part, num_parts, BLOCK_M)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -223,17 +229,18 @@ def sort_tokens(
     block_s = min(MAX_BLOCK_S, max(16, next_power_of_2(S)))
     num_blocks = cdiv(S, block_s)
     counted = (0, 0) if recount else (num_blocks * E, E)
-    arrays = _int32_arrays(device, E + 1, S, S, 3 * most, 1, *counted)
-    offsets, row_to_slot, slot_to_row, tiles, num_tiles = arrays[:5]
+    arrays = _int32_arrays(device, E + 1, S, S, 3 * most, 1, 1, *counted)
+    offsets, row_to_slot, slot_to_row, tiles, num_tiles, taken = arrays[:6]
     ids = (topk_ids, *topk_ids.stride(), S, K, first_expert, E)
     blocks = {"BLOCK_S": block_s, "BLOCK_E": max(16, next_power_of_2(E))}
     pdl = pdl_options(device)
     if S == 0:
         offsets.zero_()
         num_tiles.zero_()
+        taken.zero_()
     else:
         if not recount:
-            block_counts, expert_counts = arrays[5:]
+            block_counts, expert_counts = arrays[6:]
             _count_kernel[(num_blocks,)](block_counts, *ids, **blocks, **pdl)
             _scan_kernel[(cdiv(E, 16),)](
                 block_counts, expert_counts, num_blocks, E, CHUNK=128, BLOCK_E=16, **pdl
@@ -243,20 +250,21 @@ def sort_tokens(
             *arrays, *ids, RECOUNT=recount, ALL_SLOTS=all_slots, BLOCK_M=block_m, **blocks, **pdl
         )
     tiles, slot_to_row = tiles.view(most, 3), slot_to_row.view(T, K)
-    return SortedTokens(offsets, row_to_slot, slot_to_row, tiles, num_tiles, block_m, K)
+    return SortedTokens(offsets, row_to_slot, slot_to_row, tiles, num_tiles, taken, block_m, K)
 
 
 def tile_rows(expert_offsets: Tensor, num_rows: int, *, block_m: int) -> SortedTokens:
     """Tiles of `num_rows` rows that stand in expert order already: row r is slot r, K is 1."""
     E, device = expert_offsets.numel() - 1, expert_offsets.device
     most = max_tiles(num_rows, E, block_m)
-    tiles, num_tiles = _int32_arrays(device, 3 * most, 1)
+    tiles, num_tiles, taken = _int32_arrays(device, 3 * most, 1, 1)
     _tiles_kernel[(16,)](
-        tiles, num_tiles, expert_offsets, E,
+        tiles, num_tiles, taken, expert_offsets, E,
         BLOCK_M=block_m, BLOCK_E=max(16, next_power_of_2(E)), **pdl_options(device),
     )  # fmt: skip
     none = expert_offsets.new_empty(0)
-    return SortedTokens(expert_offsets, none, none, tiles.view(most, 3), num_tiles, block_m, 1)
+    tiles = tiles.view(most, 3)
+    return SortedTokens(expert_offsets, none, none, tiles, num_tiles, taken, block_m, 1)
 
 
 def sort_ref(

@@ -278,6 +278,8 @@ class Scales:
     row_blocks: Tensor | None = None  # of a's codes if w's scales are fine: stored as w's are
     a_packed: bool = False
     out: Tensor | None = None  # fp32, one number or (E,): static scales of the result, then e4m3
+    out_blocks: Tensor | None = None  # (rows, cdiv(N, 128)) fp32, written by specialised tiles: of
+    # the result, then e4m3
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -244,6 +244,36 @@ def test_rows_in_expert_order(block, weighted, device):
     assert_same(got, quantize_fp8(torch.where(x.isnan(), 0, x), block=block))
 
 
+@pytest.mark.parametrize("columns", [64, 128, 200])
+@pytest.mark.parametrize("scales_by_column", [False, True])
+def test_copies(scales_by_column, columns, device):
+    """A token's codes and scales in every row that is its own, and no other row written."""
+    x = torch.randn(5, columns, device=device).bfloat16()
+    codes, scale = quantize_fp8(x, block=(1, 128))
+    copies = torch.tensor([[9, 0], [4, -1], [7, 1], [-1, -1], [3, 8]], dtype=torch.int32)
+    got_codes, got_scale = quantize_fp8(
+        x, block=(1, 128), copies=copies.to(device), scales_by_column=scales_by_column
+    )
+    assert got_codes.shape == (10, columns) and got_scale.shape == (10, scale.shape[1])
+    for token, rows in enumerate(copies.tolist()):
+        for row in rows:
+            if row >= 0:
+                assert_same((got_codes[row], got_scale[row]), (codes[token], scale[token]))
+
+
+def test_rows_of_no_copy_stay_as_they_are(device, monkeypatch):
+    poison, empty = {torch.uint8: 0x55, torch.float32: NAN}, Tensor.new_empty
+
+    def poisoned(x, *size, **keywords):
+        new = empty(x, *size, **keywords)
+        return new.fill_(poison.get(new.dtype, 0))
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    copies = torch.tensor([[2, -1], [-1, 0]], dtype=torch.int32, device=device)
+    codes, scale = quantize_fp8(torch.ones(2, 128, device=device), block=(1, 128), copies=copies)
+    assert (codes.view(torch.uint8)[[1, 3]] == 0x55).all() and scale[[1, 3]].isnan().all()
+
+
 @triton.jit
 def _activate_kernel(out_ptr, x_ptr, K, alpha, limit, NAME: tl.constexpr, GATED: tl.constexpr):
     offs = tl.arange(0, 256)

@@ -43,6 +43,7 @@ def check(ids: Tensor, num_experts: int, *, first_expert: int = 0, block_m: int 
     assert order.row_to_slot[:num_local].tolist() == row_to_slot.tolist()
     assert order.slot_to_row.tolist() == slot_to_row.tolist()
     assert tiles_of(order) == tiles_ref(offsets.tolist(), block_m)
+    assert order.taken.tolist() == [0]
 
     # A bijection between the rows and the slots that have one (OV06), and stable (DT04).
     flat = order.slot_to_row.flatten().tolist()
@@ -150,6 +151,7 @@ def test_tiles_of_rows_sorted_by_the_caller(counts, tail, device):
     offsets = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     order = tile_rows(offsets, sum(counts) + tail, block_m=16)
     assert tiles_of(order) == tiles_ref(offsets.tolist(), 16)
+    assert order.taken.tolist() == [0]
 
 
 def test_the_grid_covers_the_worst_case():

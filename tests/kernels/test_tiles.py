@@ -82,8 +82,8 @@ def test_sizes_that_tensor_cores_and_descriptors_take(table):
     for row in table:
         for tile in (row.gate_up, row.down):
             if tile.specialized:
-                assert tile.block_m in (128, 192) and tile.block_d == 128
-                assert tile.block_n == (64 if tile is row.gate_up else 128)
+                assert tile.block_m == tile.block_d == 128
+                assert tile.block_n == (128 if tile is row.gate_up else 256)
                 continue
             for size in (tile.block_m, tile.block_n, tile.block_d):
                 assert 8 <= size <= 256 and size & (size - 1) == 0

@@ -12,6 +12,7 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import is_one_matrix
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.launch import (
+    cdiv,
     has_block_scaled_units,
     has_fp8_units,
     multiplies_block_scaled,
@@ -93,31 +94,39 @@ def quantized_experts(
     a, gather = Inputs(x), True
     if inputs is not None:
         of_experts = scales.input is not None and scales.input.numel() > 1
-        # A token's codes differ from row to row, or are wanted row by row.
-        if on_input is not None or of_experts or tiles.gate_up.specialized:
+        copies = None
+        if on_input is not None or of_experts:  # a token's codes differ from row to row
             rows = Rows(order.row_to_slot, K, on_input, offsets[-1:])
             gather, on_input = False, None
+        elif tiles.gate_up.specialized:  # they are wanted row by row
+            rows, copies, gather = ALL_ROWS, order.slot_to_row, False
         elif _is_of_all(inputs) and scales.input is None:
             rows = Rows(used_tokens(order.slot_to_row))
         else:
             rows = ALL_ROWS
         a = _quantize(
-            x, inputs, scales.input, rows, offsets, scales_by_column=tiles.gate_up.specialized
-        )
-    # A static scale is known before the rows are: then the first GEMM quantises what it stores.
-    of_hidden = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
+            x, inputs, scales.input, rows, offsets,
+            scales_by_column=tiles.gate_up.specialized, copies=copies,
+        )  # fmt: skip
+    # The first GEMM quantises what it stores if a static scale is known before the rows are, or if
+    # its tiles have whole blocks of them.
+    static = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
+    blocks = None
+    if tiles.gate_up.specialized and static is None:
+        blocks = x.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # those of a column together
+    is_quantised = static is not None or blocks is not None
     hidden = grouped_gemm(
-        x.new_empty(S, I, dtype=x.dtype if of_hidden is None else torch.float8_e4m3fn),
+        x.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
         a.data, gate_up_proj.data, order, tiles.gate_up,
-        scales=_scales(gate_up_proj, a, of_hidden), bias=gate_up_bias,
+        scales=_scales(gate_up_proj, a, static, blocks), bias=gate_up_bias,
         gather=gather, row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
-    a = Inputs(hidden)
-    if of_hidden is not None:
-        a = Inputs(hidden, _of_rows(of_hidden, offsets, S))
-    elif inputs is not None:
+    a = Inputs(hidden, blocks)
+    if static is not None:
+        a = Inputs(hidden, _of_rows(static, offsets, S))
+    elif inputs is not None and blocks is None:
         a = _quantize(
             hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets,
             scales_by_column=tiles.down.specialized,
@@ -170,13 +179,13 @@ class Inputs:
 
 def _quantize(
     x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor, *,
-    scales_by_column: bool,
+    scales_by_column: bool, copies: Tensor | None = None,
 ) -> Inputs:  # fmt: skip
     """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
     multiplied out: what the format holds, as numbers of x's dtype.
 
-    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column: as for
-    `quantize_fp8`.
+    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column and
+    copies: as for `quantize_fp8`.
     """
     format, of_experts = recipe.format, scale is not None and scale.numel() > 1
     keep = multiplies_block_scaled(x.device)
@@ -201,7 +210,14 @@ def _quantize(
     if scale is not None and of_experts:
         block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
     return Inputs(
-        *quantize_fp8(x, block=block, scale=scale, rows=rows, scales_by_column=scales_by_column)
+        *quantize_fp8(
+            x,
+            block=block,
+            scale=scale,
+            rows=rows,
+            scales_by_column=scales_by_column,
+            copies=copies,
+        )  # fmt: skip
     )
 
 
@@ -244,7 +260,9 @@ def _specialized(kind: str, x: Tensor, *weights: QuantizedTensor) -> str:
     return f"{kind}, specialized" if suits and specializes_warps(x.device) else kind
 
 
-def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Scales:
+def _scales(
+    weight: QuantizedTensor, a: Inputs, out: Tensor | None = None, out_blocks: Tensor | None = None
+) -> Scales:
     rows, columns = weight.block_shape
     if weight.block_shape == (None, None) and weight.scale.ndim == 2:  # one for each half
         rows = weight.shape[1] // 2
@@ -258,4 +276,5 @@ def _scales(weight: QuantizedTensor, a: Inputs, out: Tensor | None = None) -> Sc
         a.blocks,
         a.blocks is not None and a.data.dtype == torch.uint8,
         None if out is None else out.float(),
+        out_blocks,
     )
