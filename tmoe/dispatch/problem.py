@@ -118,6 +118,7 @@ class Problem:
     machine: Machine
     activation: Activation | None = None
     routing: Routing | None = None  # of route and router
+    extras: tuple[str, ...] = ()  # fields of `RouteInputs` that are in use, beside the bias
     recipe: Recipe | None = None  # of quantize
     has_bias: bool = False
     weight_on_input: bool = False
@@ -146,6 +147,7 @@ class Problem:
         parts += [f"K={self.top_k}", str(self.dtype).removeprefix("torch.")]
         parts += [self.activation.name] if self.activation else []
         parts += [self.routing.name] if self.routing else []
+        parts += self.extras
         parts += [self.scheme] if self.scheme else []
         parts += ["{1} experts from {0}".format(*self.window)] if self.window else []
         flags = (

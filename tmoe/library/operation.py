@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
+from ..dispatch.first_use import NotComparedError, is_compared, may_use
 from ..dispatch.measure import doing, known_times, measure
 from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import candidates, resolve
@@ -42,6 +43,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     activation: Activation | None = None
     routing: str | None = None  # as JSON
+    extras: tuple[str, ...] = ()
     recipe: tuple[str, int, str] | None = None  # the words of a Recipe
     scheme: str | None = None
     has_bias: bool = False
@@ -55,9 +57,24 @@ class Facts(NamedTuple):
 def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Backend:
     """The backend for these facts: one look-up in the hot path."""
     problem = _problem(device, options, facts, needs_grad)
-    decision = resolve(problem, options.backend, times=known_times(problem))
-    chosen: Backend = registry.load(decision.chosen)
-    return chosen
+    chosen = resolve(problem, options.backend, times=known_times(problem)).chosen
+    while options.verify and not may_use(chosen, problem, device):  # then it accepts no longer
+        chosen = resolve(problem, options.backend, times=known_times(problem)).chosen
+    backend: Backend = registry.load(chosen)
+    return backend
+
+
+def _choose_another(
+    device: torch.device, options: Options, facts: Facts, needs_grad: bool
+) -> Backend:
+    """The best of the backends that needn't be compared first. Not remembered."""
+    problem = _problem(device, options, facts, needs_grad)
+    backend: Backend = next(
+        registry.load(answer.name)
+        for answer in candidates(problem, times=known_times(problem))
+        if answer.accepted and not is_compared(answer.name)
+    )
+    return backend
 
 
 def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
@@ -113,10 +130,15 @@ class Operation:
         if doing() and first.shape[0] > 0 and not needs_grad:
             self.get_ready(arguments, facts)
             facts = self.facts(*arguments)
-        backend = _choose(first.device, current(), facts, needs_grad)
-        if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
-            backend = registry.load("torch")
         with _device_guard(first.device), _autocast_off(first.device):
+            try:
+                backend = _choose(first.device, current(), facts, needs_grad)
+            except NotComparedError:
+                if current().backend is not None:
+                    raise
+                backend = _choose_another(first.device, current(), facts, needs_grad)
+            if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
+                backend = registry.load("torch")
             return self.compute(backend, *arguments, out)
 
     def get_ready(self, arguments: Any, facts: Facts) -> None:
@@ -137,7 +159,12 @@ class Operation:
                 self.release(resolve(problem, times=known_times(problem)).chosen, *arguments)
 
     def measure(self, problem: Problem, arguments: Any) -> None:
-        names = [answer.name for answer in candidates(problem) if answer.accepted]
+        device, check = arguments[0].device, current().verify
+        names = [
+            answer.name
+            for answer in candidates(problem)
+            if answer.accepted and (not check or may_use(answer.name, problem, device))
+        ]
         runs = {
             name: partial(self.compute, registry.load(name), *arguments, None) for name in names
         }
