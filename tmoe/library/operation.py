@@ -65,16 +65,16 @@ def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bo
 
 
 def _choose_another(
-    device: torch.device, options: Options, facts: Facts, needs_grad: bool
+    device: torch.device, facts: Facts, needs_grad: bool, error: NotComparedError
 ) -> Backend:
-    """The best of the backends that needn't be compared first. Not remembered."""
-    problem = _problem(device, options, facts, needs_grad)
-    backend: Backend = next(
-        registry.load(answer.name)
-        for answer in candidates(problem, times=known_times(problem))
-        if answer.accepted and not is_compared(answer.name)
-    )
-    return backend
+    """The best of the backends that needn't be compared first, for this call only. Raises `error`
+    if there is none, or if one is forced."""
+    problem = _problem(device, current(), facts, needs_grad)
+    for answer in candidates(problem, times=known_times(problem)):
+        if answer.accepted and not is_compared(answer.name) and current().backend is None:
+            backend: Backend = registry.load(answer.name)
+            return backend
+    raise error
 
 
 def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
@@ -133,10 +133,8 @@ class Operation:
         with _device_guard(first.device), _autocast_off(first.device):
             try:
                 backend = _choose(first.device, current(), facts, needs_grad)
-            except NotComparedError:
-                if current().backend is not None:
-                    raise
-                backend = _choose_another(first.device, current(), facts, needs_grad)
+            except NotComparedError as error:
+                backend = _choose_another(first.device, facts, needs_grad, error)
             if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
                 backend = registry.load("torch")
             return self.compute(backend, *arguments, out)

@@ -140,6 +140,7 @@ def fp4_quantize(args: Args, faults: Collection[str]) -> tuple[Tensor, Tensor]:
     misuse(not args["is_sf_8x4_layout"], "the 8x4 layout isn't known here")
     x = _rows(args)
     scale, byte = _ue8m0(x, 6.0, faults)
+    scale = scale.nan_to_num(nan=1.0)  # any codes would do
     scaled = (x.unflatten(1, (-1, 32)) * _inverse(scale, byte, faults)).flatten(1)
     magnitude = scaled.abs().nan_to_num(nan=6.0, posinf=6.0).clamp(max=6.0)
     distance = (magnitude[..., None] - E2M1).abs()
