@@ -20,8 +20,8 @@ from packaging.version import Version
 
 from ...dispatch.problem import Problem
 from ...routing import RULES, RoutingMethod
-from .signatures import binds, signature
-from .support import BLACKWELL, known_version
+from .signatures import binds, known_version, signature
+from .support import BLACKWELL
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +69,26 @@ ROUTED_LIKE_DEEPSEEK = (RULES[RoutingMethod.DeepSeekV3], RULES[RoutingMethod.Min
 def why_not(problem: Problem) -> str | None:
     """Why FlashInfer can't run the operation by itself, in one sentence with numbers; None if it
     can. Pure: nothing is imported, nothing of this machine is looked at."""
+    machine = problem.machine
+    if machine.capability not in BLACKWELL:
+        wanted = " or ".join("{}.{}".format(*c) for c in BLACKWELL)
+        got = "no GPU" if machine.capability is None else "{}.{}".format(*machine.capability)
+        return f"runs on compute capability {wanted}, got {got}"
+    if machine.flashinfer_version is None:
+        return "FlashInfer isn't installed"
     offered = {"route": _about_route, "quantize": _about_quantize, "grouped_gemm": _about_gemm}
-    if problem.op == "fused_experts":
-        return "runs single operations; flashinfer_trtllm and flashinfer_cutlass run expert layers"
     if problem.op not in offered:
-        return f"has no {problem.op}; it has {', '.join(offered)}"
+        return f"runs {', '.join(offered)}, not {problem.op}"
     if problem.needs_grad:
         return f"FlashInfer's {problem.op} has no backward, and gradients are needed"
     answer = offered[problem.op](problem)
     if isinstance(answer, str):
         return answer
-    return _about_machine(answer, problem)
+    return _about_version(answer, machine.flashinfer_version)
 
 
-def _about_machine(function: Function, problem: Problem) -> str | None:
-    capability = problem.machine.capability
-    if capability not in BLACKWELL:
-        wanted = " or ".join("{}.{}".format(*c) for c in BLACKWELL)
-        got = "no GPU" if capability is None else "{}.{}".format(*capability)
-        return f"{function.name} is used on compute capability {wanted}, got {got}"
-    version = known_version(problem.machine.flashinfer_version)
+def _about_version(function: Function, installed: str) -> str | None:
+    version = known_version(installed)
     if isinstance(version, str):
         return version
     if version < Version(function.known_from):

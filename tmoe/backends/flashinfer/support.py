@@ -131,19 +131,6 @@ def _about_device(use: Use, capability: tuple[int, int] | None, scheme: str) -> 
     return f"{use.entry.name} runs {scheme} on compute capability {wanted}, got {got}"
 
 
-def known_version(installed: str | None) -> Version | str:
-    """The version of FlashInfer that is installed, or why nothing is known about it."""
-    if installed is None:
-        return "FlashInfer isn't installed"
-    try:
-        version = Version(installed)
-    except InvalidVersion:
-        return f"FlashInfer's version can't be read: {installed}"
-    if version.release >= BELOW:
-        return f"knows FlashInfer below {'.'.join(map(str, BELOW))}, got {version}"
-    return version
-
-
 def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
     """All that a call passes which the function must take, constants of the activation included."""
     if use.entry is CUTLASS:
@@ -157,9 +144,16 @@ def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
 
 
 def _about_version(use: Use, problem: Problem) -> str | None:
-    entry, version = use.entry, known_version(problem.machine.flashinfer_version)
-    if isinstance(version, str):
-        return version
+    entry, installed = use.entry, problem.machine.flashinfer_version
+    if installed is None:
+        return "FlashInfer isn't installed"
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        return f"FlashInfer's version can't be read: {installed}"
+    if version.release >= BELOW:
+        below = ".".join(map(str, BELOW))
+        return f"knows FlashInfer below {below}, got {version}"
     if version < Version(entry.promoted_from):
         since = f"{entry.promoted_from} mended {entry.mended}"
         return f"needs FlashInfer {entry.promoted_from} for {entry.name}, got {version}: {since}"
