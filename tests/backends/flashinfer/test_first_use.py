@@ -163,7 +163,7 @@ def test_the_fastest_is_compared_and_falls_back(fastest):
             logits, bias, (weights, ids) = routed()
         routed()
         assert len(calls) == 1
-    assert torch.equal(ids, tmoe.route(logits, SMALL, bias=bias)[1])
+        assert torch.equal(ids, tmoe.route(logits, SMALL, bias=bias)[1])
 
 
 def test_nothing_is_compared_or_remembered_while_a_graph_is_captured(fastest, monkeypatch):
