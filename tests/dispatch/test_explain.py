@@ -34,7 +34,7 @@ def test_it_prints_as_a_table(layer):
     )
     assert [row.split()[:2] for row in rows] == [
         ["->", "torch"], ["triton", "yes"],
-        ["flashinfer_trtllm", "no"], ["flashinfer_cutlass", "no"],
+        ["flashinfer_trtllm", "no"], ["flashinfer_cutlass", "no"], ["flashinfer", "no"],
     ]  # fmt: skip
     assert repr(tmoe.explain(layer)) == str(tmoe.explain(layer))
 

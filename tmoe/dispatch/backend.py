@@ -21,6 +21,9 @@ class Backend(Protocol):
     """
 
     name: str
+    # Whether results are compared with Triton's before the first use; `why_not` then says what was
+    # found by `tmoe.dispatch.verify.refusal`. Optional: no.
+    is_compared: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """None when the backend can do `problem`; else one sentence, with numbers, why it can't."""

@@ -118,6 +118,7 @@ class Problem:
     machine: Machine
     activation: Activation | None = None
     routing: Routing | None = None  # of route and router
+    extras: tuple[str, ...] = ()  # fields of `RouteInputs` that are in use, beside the bias
     recipe: Recipe | None = None  # of quantize
     has_bias: bool = False
     weight_on_input: bool = False
@@ -150,6 +151,7 @@ class Problem:
             block = "x".join(str(size or "all") for size in self.recipe.block_shape)
             rule = [self.recipe.scale_rule] if self.recipe.scale_rule else []
             parts += [" ".join([self.recipe.format.name, block, *rule])]
+        parts += self.extras
         parts += [self.scheme] if self.scheme else []
         parts += [f"{self.window[1]} local"] if self.window else []  # the same on every rank
         flags = (

@@ -25,27 +25,37 @@ BOUNDS = {"bf16": 2.0**-6, "e4m3": 2.0**-3, "e2m1": 2.0**-2}
 
 Run = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # (backend, x, topk_weights, topk_ids)
 
-_refusals: dict[tuple[str, Problem], str] = {}
+_findings: dict[tuple[str, Problem], str] = {}  # what is wrong; "": nothing
 
 
 def refusal(backend: str, problem: Problem) -> str | None:
     """What was found wrong with `backend` for such layers, or None."""
-    return _refusals.get((backend, _kind(problem)))
+    return _findings.get((backend, _kind(problem))) or None
+
+
+def is_known(backend: str, problem: Problem) -> bool:
+    """Whether `backend` was compared for such problems before."""
+    return (backend, _kind(problem)) in _findings
+
+
+def remember(backend: str, problem: Problem, reason: str | None) -> None:
+    """What was found; a reason is said in a warning, and by `refusal` from then on."""
+    _findings[backend, _kind(problem)] = reason or ""
+    if reason is not None:
+        warnings.warn(f"{backend} isn't used for {problem}: {reason}", stacklevel=4)
 
 
 def verify(backend: str, problem: Problem, run: Run, device: torch.device) -> bool:
     """Whether `backend` agrees with Triton on this layer; if not, a warning says so once, and
     `refusal` from then on."""
     reason = _disagreement(backend, problem, run, device)
-    if reason is not None:
-        _refusals[backend, _kind(problem)] = reason
-        warnings.warn(f"{backend} isn't used for {problem}: {reason}", stacklevel=3)
+    remember(backend, problem, reason)
     return reason is None
 
 
 def forget() -> None:
     """Verify everything anew."""
-    _refusals.clear()
+    _findings.clear()
 
 
 def _disagreement(backend: str, problem: Problem, run: Run, device: torch.device) -> str | None:
@@ -56,12 +66,20 @@ def _disagreement(backend: str, problem: Problem, run: Run, device: torch.device
         except Exception as error:  # noqa: BLE001  a kernel that isn't built, a launcher's check, …
             return f"it failed when it was verified: {error}"
         want = run("triton", *tokens).float()
-        off = (got - want).norm(dim=1) / want.norm(dim=1)
-        off = torch.where((got == want).all(dim=1), 0.0, off)  # 0 / 0: a token without experts
-        worst = off.nan_to_num(nan=torch.inf).max().item()
-        if worst > bound:
-            return f"its result is {worst:.2g} of a row away from Triton's, more than {bound}"
+        if reason := distance(got, want, bound):
+            return reason
     return None
+
+
+def distance(got: Tensor, want: Tensor, bound: float) -> str | None:
+    """What is wrong with rows that are further from Triton's than `bound`, relative to their norm;
+    None: none are."""
+    off = (got - want).norm(dim=1) / want.norm(dim=1)
+    off = torch.where((got == want).all(dim=1), 0.0, off)  # 0 / 0: a token without experts
+    worst = off.nan_to_num(nan=torch.inf).max().item()
+    if worst <= bound:
+        return None
+    return f"its result is {worst:.2g} of a row away from Triton's, more than {bound}"
 
 
 def _hidden_element(problem: Problem) -> str:
@@ -86,4 +104,7 @@ def _tokens(problem: Problem, device: torch.device) -> Iterator[tuple[Tensor, Te
 
 def _kind(problem: Problem) -> Problem:
     """The problem without what the same kernel and the same layout serve."""
-    return replace(problem, tokens=0, prepared=(), deterministic=False, batch_invariant=False)
+    same = replace(problem, tokens=0, prepared=(), deterministic=False, batch_invariant=False)
+    if problem.op == "fused_experts":
+        return same
+    return replace(same, hidden=0, intermediate=0, num_experts=0)

@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
 from ..dispatch.backend import Backend
+from ..dispatch.first_use import NotComparedError, is_compared, may_use
 from ..dispatch.measure import known_times, tuning, when_times_change
 from ..dispatch.prepared import preparing
 from ..dispatch.problem import Machine, Problem
@@ -44,6 +45,7 @@ class Facts(NamedTuple):
     dtype: torch.dtype
     activation: Activation | None = None
     routing: str | None = None  # as JSON
+    extras: tuple[str, ...] = ()
     recipe: tuple[str, int, str] | None = None  # the words of a Recipe
     scheme: str | None = None
     has_bias: bool = False
@@ -57,11 +59,25 @@ class Facts(NamedTuple):
 def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Backend:
     """The backend for these facts: one look-up in the hot path."""
     problem = _problem(device, options, facts, needs_grad)
-    decision = resolve(problem, options.backend, times=known_times(problem))
-    return load_tuned(decision.chosen, problem)
+    chosen = resolve(problem, options.backend, times=known_times(problem)).chosen
+    while options.verify and not may_use(chosen, problem, device):  # then it accepts no longer
+        chosen = resolve(problem, options.backend, times=known_times(problem)).chosen
+    return load_tuned(chosen, problem)
 
 
 when_times_change(_choose.cache_clear)
+
+
+def _choose_another(
+    device: torch.device, facts: Facts, needs_grad: bool, error: NotComparedError
+) -> Backend:
+    """The best of the backends that needn't be compared first, for this call only. Raises `error`
+    if there is none, or if one is forced."""
+    problem = _problem(device, current(), facts, needs_grad)
+    for answer in candidates(problem, times=known_times(problem)):
+        if answer.accepted and not is_compared(answer.name) and current().backend is None:
+            return load_tuned(answer.name, problem)
+    raise error
 
 
 def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: bool) -> Problem:
@@ -117,10 +133,13 @@ class Operation:
         if first.shape[0] > 0 and not needs_grad and (preparing() or tuning() is not None):
             self.get_ready(arguments, facts)
             facts = self.facts(*arguments)
-        backend = _choose(first.device, current(), facts, needs_grad)
-        if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
-            backend = registry.load("torch")
         with _device_guard(first.device), _autocast_off(first.device):
+            try:
+                backend = _choose(first.device, current(), facts, needs_grad)
+            except NotComparedError as error:
+                backend = _choose_another(first.device, facts, needs_grad, error)
+            if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
+                backend = registry.load("torch")
             return self.compute(backend, *arguments, out)
 
     def get_ready(self, arguments: Any, facts: Facts) -> None:
@@ -138,7 +157,11 @@ class Operation:
                 problem = _problem(device, options, self.facts(*arguments), False)
             if asked is None:
                 return
-            names = [answer.name for answer in candidates(problem) if answer.accepted]
+            names = [
+                answer.name
+                for answer in candidates(problem)
+                if answer.accepted and (not options.verify or may_use(answer.name, problem, device))
+            ]
             measure_call(problem, names, lambda backend: self.compute(backend, *arguments, None))
             if self.release is not None:
                 self.release(resolve(problem, times=known_times(problem)).chosen, *arguments)

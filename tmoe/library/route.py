@@ -20,6 +20,8 @@ def _route_facts(
     *wants: bool,
 ) -> Facts:  # fmt: skip
     recipe, T, has_bias = Routing.from_json(routing), logits.shape[0], bias is not None
+    inputs = RouteInputs(bias, scale, ids, *wants)
+    extras = (name for name in RouteInputs._fields[1:] if _is_used(getattr(inputs, name)))
     return Facts(
         "route",
         token_bucket(T),
@@ -29,8 +31,13 @@ def _route_facts(
         recipe.top_k,
         logits.dtype,
         routing=routing,
+        extras=tuple(extras),
         has_bias=has_bias,
     )
+
+
+def _is_used(value: Tensor | bool | None) -> bool:
+    return isinstance(value, Tensor) or value is True
 
 
 def _route(backend: Backend, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -4,4 +4,5 @@ signatures      what each release's entry points take
 layouts         orders of rows and scales
 layer           a layer's parts in these orders, checked and filled up
 trtllm_weights, cutlass_weights     the weights by the entry points' keywords
+operations_support, operations      router, quantisers, grouped GEMMs; group_layouts: their rows
 """

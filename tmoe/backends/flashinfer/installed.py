@@ -1,4 +1,4 @@
-"""The FlashInfer that is installed here: imported once, when weights are prepared for it.
+"""The FlashInfer that is installed here: imported once, when something is prepared for it.
 
 What a version takes is known without importing it (`signatures`); what is installed may still
 differ, or break on import. So before the first call its functions and enums are looked at as they
@@ -8,7 +8,7 @@ are, and a complaint is a reason like any other not to use them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from .signatures import binds
 
+_HOMES = ("flashinfer.fused_moe", "flashinfer.gemm", "flashinfer")  # of functions
+
 
 def why_not(entry_point: str, keywords: Iterable[str]) -> str | None:
     """Why the installed function can't be called with these keywords; None: it can be."""
     try:
-        function = getattr(_module(), entry_point, None)
+        function = _function(entry_point)
     except Exception as error:  # noqa: BLE001  a package that breaks on import raises anything
         return f"FlashInfer can't be imported: {error}"
     if function is None:
@@ -36,10 +38,20 @@ def call(entry_point: str, keywords: dict[str, Any], optional: dict[str, Any]) -
 
     FlashInfer's functions return a tensor or a list of them, by version.
     """
-    has = _parameters(entry_point)
+    return call_for_all(entry_point, keywords, optional)[0]
+
+
+def call_for_all(
+    entry_point: str, keywords: dict[str, Any], optional: dict[str, Any]
+) -> tuple[Any, ...]:
+    """As `call`, but all results."""
+    function = _function(entry_point)
+    if function is None:
+        raise AttributeError(f"the installed FlashInfer has no {entry_point}")
+    has = _parameters(function)
     keywords |= {name: value for name, value in optional.items() if name in has}
-    result = getattr(_module(), entry_point)(**keywords)
-    return result[0] if isinstance(result, list | tuple) else result
+    result = function(**keywords)
+    return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
 def interleave_w4_weights(codes: Tensor) -> Tensor:
@@ -66,8 +78,18 @@ def member(enum: str, name: str) -> int:
 
 
 @cache
-def _parameters(entry_point: str) -> frozenset[str]:
-    return frozenset(inspect.signature(getattr(_module(), entry_point)).parameters)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+@cache
+def _function(entry_point: str) -> Callable[..., Any] | None:
+    """The function, from the first module that has it."""
+    for home in _HOMES:
+        function: Callable[..., Any] | None = getattr(import_module(home), entry_point, None)
+        if function is not None:
+            return function
+    return None
 
 
 def _module() -> ModuleType:
@@ -81,4 +103,5 @@ def _top() -> ModuleType:
 def forget() -> None:
     """Look at what is installed anew: for tests that exchange it."""
     member.cache_clear()
+    _function.cache_clear()
     _parameters.cache_clear()

@@ -14,7 +14,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from ...checks import expect
 
@@ -28,6 +28,17 @@ class SourceText(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def known_version(installed: str) -> Version | str:
+    """The version that is installed, or why nothing is known about it."""
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        return f"FlashInfer's version can't be read: {installed}"
+    if version.release >= BELOW:
+        return f"knows FlashInfer below {'.'.join(map(str, BELOW))}, got {version}"
+    return version
 
 
 @cache
