@@ -135,6 +135,14 @@ HOPPER_DECODED = (
     LayerTiles(Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), 64),
     LayerTiles(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 )
+# e2m1 codes in pairs: two warps' instructions take up to 32 rows on their right.
+HOPPER_DECODED_PAIRS = (
+    LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 32, 128, 2, 6), 1 / 8),
+    LayerTiles(Tile(8, 64, 128, 2, 4), Tile(8, 64, 128, 2, 4), 8),
+    LayerTiles(Tile(16, 64, 128, 2, 3), Tile(16, 128, 128, 2, 3), 16),
+    LayerTiles(Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), 64),
+    LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 4, 3)),
+)
 # The same with scales for 128 of the depth: no wider steps, and sums of their own for each.
 HOPPER_DECODED_BLOCKS = (
     *HOPPER_DECODED[1:3],
@@ -157,6 +165,7 @@ QUANTIZED_BY_KIND = {
     "fp8 blocks": HOPPER_FP8_BLOCKS,
     "fp8 blocks, specialized": HOPPER_FP8_BLOCKS_SPECIALIZED,
     "decoded": HOPPER_DECODED,
+    "decoded pairs": HOPPER_DECODED_PAIRS,
     "decoded blocks": HOPPER_DECODED_BLOCKS,
     "block-scaled": BLACKWELL_SCALED,
 }
