@@ -1,17 +1,16 @@
 """e2m1 codes become bf16, two at a time, in as few instructions as NVIDIA's tensor cores need.
 
 A loop over FP4 weights is bound by instructions, not by memory: with few rows each code is decoded
-once for one or two products. Three things keep them few:
+for one or two products. Three things keep them few:
 
-    which unit    Of bit operations a multiprocessor starts 64 per cycle, of multiplications 128. So
-                  shifts to the left are left to the assembler, which makes products of them, and a
-                  table to look magnitudes up in would cost more, though it is a line shorter.
+    units         A multiprocessor does 64 bit operations per cycle, or table look-ups, but 128
+                  multiplications. Shifts to the left are multiplications to the assembler.
     subnormals    The three bits of a magnitude, put where bf16 has the end of its exponent and the
                   first bit of its mantissa, are the number times 2^-126, 0.5 included. The product
-                  with the scale is there anyway and makes up for it: `FOLD`.
+                  with the scale, which is there anyway, makes up for it: `FOLD`.
     order         A sum over the depth may be taken in any order. `in_thread_order` is one in which
-                  a thread's 16 bytes are 32 codes in a row, so that it needs few scales, and which
-                  pairs codes that are 16 bits apart in a word, as they come.
+                  a thread has 32 codes in a row, so that it needs few scales, and which pairs codes
+                  that are 16 bits apart in a word, as they come.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ import triton.language as tl
 from tmoe.kernels.casts import INTERPRETED
 from tmoe.kernels.rounding import decode_e4m3
 
-# A scale is multiplied by FOLD, a product of the tensor cores by UNFOLD, and FOLD · UNFOLD is
-# 2^126. A scale times FOLD has to fit bf16, which is no matter for e4m3 (up to 448). An e8m0 scale
-# from 2^-92 to 2^33 gives exact numbers; a larger one counts as NaN, and of a smaller one the
-# numbers are below 2^-89 and may lose digits.
+# A scale is multiplied by FOLD, a sum of the tensor cores by UNFOLD, and FOLD · UNFOLD is 2^126. A
+# scale times FOLD has to fit bf16, which is no matter for e4m3 (up to 448). Of e8m0, scales beyond
+# 2^33 count as NaN, and numbers below 2^-94 may be taken for 0.
 FOLD_E4M3, UNFOLD_E4M3 = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
 FOLD_E8M0 = tl.constexpr("0x6E806E80")  # 2^94, twice
 UNFOLD_E8M0 = tl.constexpr(2.0**32)
 
 
-def _pairs_asm(first_word: str) -> tl.constexpr:
-    """Of a word $4 with 8 codes and 4 scales $5 … $8: 4 pairs. `first_word` sets q0 and q1, whose
-    bytes each start with a code of the result, and v0 and v1: q0 and q1 shifted right by 6.
+def _pairs_asm(prepare: str) -> tl.constexpr:
+    """Of a word $4 with 8 codes and 4 scales $5 … $8: 4 pairs.
 
-    Of a pair of codes 16 bits apart, s is 0x80808080 & q: their signs, and others that fall on bits
-    of the magnitude, which the `lop3` (a bitwise choice) takes from elsewhere.
+    `prepare` sets q0 and q1 so that their bytes begin with the codes, and v0 and v1, which are q0
+    and q1 shifted right by 6 as far as a magnitude is concerned. Bytes 0 and 2 make a pair (x0, x2)
+    and bytes 1 and 3 (x1, x3). s has the signs of all four: a `lop3`, here a choice of bits, takes
+    bits 6 to 8 of both halves from the magnitude and with the others one sign for each.
     """
     return tl.constexpr(f"""{{
         .reg .b32 q0, q1, v0, v1, s, x0, x1, x2, x3, zero;
         mov.b32 zero, 0x80008000;      // -0, which changes no product; mul needs sm_90
         shl.b32 q0, $4, 4;
-        {first_word}
+        {prepare}
         and.b32 s, q0, 0x80808080;
         lop3.b32 x1, s, v0, 0x01C001C0, 0xD8;
         shl.b32 s, s, 8;
@@ -131,6 +130,7 @@ def scaled_pairs(codes, scale, TYPE: tl.constexpr, IN_THREAD_ORDER: tl.constexpr
 
 @triton.jit
 def unfold(acc, TYPE: tl.constexpr):
+    """What products of `scaled_pairs` add up to → what they are of."""
     return acc * (UNFOLD_E4M3 if TYPE == "e4m3" else UNFOLD_E8M0)
 
 
