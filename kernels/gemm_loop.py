@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tmoe.kernels.casts import widen
+from tmoe.kernels.e2m1_pairs import in_thread_order
 from tmoe.kernels.gemm_tile import finish_tile, weight_rows
 from tmoe.kernels.weight_codes import (
     PLAIN_CODES,
@@ -58,17 +59,20 @@ def compute_tile(
     FINE: tl.constexpr = CODES.is_fine
     BLOCKWISE: tl.constexpr = CODES.is_blockwise
     tl.static_assert(BLOCK_D <= 128 or not BLOCKWISE, "a step has one scale")
-    NARROW: tl.constexpr = BLOCK_M < 16  # too few rows for the tensor cores' left operand
-    # Scales are loaded a step ahead, but for few rows, where that costs a detour of all numbers
-    # through shared memory; with many they take it anyway.
-    AHEAD: tl.constexpr = BLOCK_M >= 64 and not CODES.block_scaled
+    # The weights are the left operand where rows are too few for it, and where their codes become
+    # numbers for a warp's instructions, which take them from the registers that they are in.
+    IN_THREAD_ORDER: tl.constexpr = CODES.in_pairs and BLOCK_M < 64
+    NARROW: tl.constexpr = BLOCK_M < 16 or IN_THREAD_ORDER
+    # Scales are loaded a step ahead, but not where that costs a detour of all numbers through
+    # shared memory; with many rows they take it anyway.
+    AHEAD: tl.constexpr = (BLOCK_M >= 64 or IN_THREAD_ORDER) and not CODES.block_scaled
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
     slots = rows
     if GATHER or ROW_WEIGHT != "none":
         slots = tl.load(row_to_slot_ptr + rows, mask=in_expert, other=0)
 
-    # Rows past the expert's end and columns past N are computed from valid ones, never stored.
+    # Rows past the expert's end and columns past N are computed from 0 or valid ones, never stored.
     a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
     w_rows = weight_rows(tile_n, tl.arange(0, COLUMNS), N, GATED, INTERLEAVED, BLOCK_N)
     offs_a, offs_w = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_W)
@@ -78,16 +82,17 @@ def compute_tile(
         w_ptrs = w + expert.to(tl.int64) * w_strides[0] + offs_w[None, :] * w_strides[2]
         w_ptrs += w_rows.to(tl.int64)[:, None] * w_strides[1]
     if FINE and AHEAD:
-        next_scale = load_fine_scales(scales, expert, w_rows, 0, D, CODES, BLOCK_D)
+        next_scale = load_fine_scales(scales, expert, w_rows, 0, D, CODES, BLOCK_D, IN_THREAD_ORDER)
 
     acc = tl.zeros((COLUMNS if NARROW else BLOCK_M, BLOCK_M if NARROW else COLUMNS), tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
         if A_IS_DESC:
             a_tile = a.load([first_row, d // A_PER_BYTE])
         elif EVEN_D:
-            a_tile = tl.load(a_ptrs)
+            a_tile = tl.load(a_ptrs, mask=in_expert[:, None], other=0.0)
         else:
-            a_tile = tl.load(a_ptrs, mask=offs_a[None, :] < (D - d) // A_PER_BYTE, other=0.0)
+            in_depth = offs_a < (D - d) // A_PER_BYTE
+            a_tile = tl.load(a_ptrs, mask=in_expert[:, None] & in_depth[None, :], other=0.0)
         if W_IS_DESC:
             if D_IS_LAST and GATED and not INTERLEAVED:
                 w_tile = w.load([expert, 0, tile_n * BLOCK_N, d // PER_BYTE])
@@ -111,9 +116,13 @@ def compute_tile(
         w_scale = None
         if FINE and AHEAD:
             w_scale = next_scale
-            next_scale = load_fine_scales(scales, expert, w_rows, d + BLOCK_D, D, CODES, BLOCK_D)
+            next_scale = load_fine_scales(
+                scales, expert, w_rows, d + BLOCK_D, D, CODES, BLOCK_D, IN_THREAD_ORDER
+            )
         elif FINE:
-            w_scale = load_fine_scales(scales, expert, w_rows, d, D, CODES, BLOCK_D)
+            w_scale = load_fine_scales(
+                scales, expert, w_rows, d, D, CODES, BLOCK_D, IN_THREAD_ORDER
+            )
         if CODES.block_scaled:
             a_scale = load_a_scales(scales, a_rows, d, D, CODES, BLOCK_D)
             acc = add_block_scaled(acc, a_tile, a_scale, w_tile, w_scale, CODES)
@@ -121,7 +130,9 @@ def compute_tile(
             if a_tile.dtype == tl.uint8:  # codes, on a GPU that doesn't multiply them
                 a_tile = numbers(a_tile, None, PLAIN_CODES, tl.bfloat16)
             if w_tile.dtype == tl.uint8:
-                w_tile = numbers(w_tile, w_scale, CODES, a_tile.dtype)
+                w_tile = numbers(w_tile, w_scale, CODES, a_tile.dtype, IN_THREAD_ORDER)
+            if IN_THREAD_ORDER:
+                a_tile = in_thread_order(a_tile)
             factor = None
             if BLOCKWISE:
                 factor = block_factor(

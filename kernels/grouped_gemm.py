@@ -192,7 +192,7 @@ def grouped_gemm(
         (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,
         ROW_WEIGHT="none" if row_weight is None else "input" if weight_on_input else "output",
-        CODES=scales.codes(columns // 2, N if halves else 0),
+        CODES=scales.codes(a, columns // 2, N if halves else 0),
         A_IS_DESC=a_tiles is not None, W_IS_DESC=w_tiles is not None, D_IS_LAST=w.stride(2) == 1,
         EVEN_D=D % tile.block_d == 0,
         PRECISION=fp32_precision(),

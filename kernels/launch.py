@@ -70,6 +70,11 @@ def _nvidia(architecture: str) -> int:
 
 
 @cache
+def is_nvidia(device: torch.device) -> bool:
+    return _nvidia(architecture(device)) > 0
+
+
+@cache
 def multiplies_fp8(device: torch.device) -> bool:
     """`has_fp8_units` of this device."""
     return has_fp8_units(architecture(device))

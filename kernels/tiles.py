@@ -90,7 +90,7 @@ FLOAT32 = (
 INTERPRETER = (LayerTiles(Tile(16, 32, 64, 4, 2), Tile(16, 64, 64, 4, 2)),)
 
 # In the tables for codes the rows for 13 to 24 rows per expert, and for 9 to 24 where codes are
-# decoded, are what their neighbours suggest, not measured.
+# decoded, are what their neighbours suggest, not measured. The one for pairs was measured.
 
 # e4m3 times e4m3: half the bytes and twice the rate of bf16, so the depth goes by twice as much.
 HOPPER_FP8 = (
@@ -132,6 +132,15 @@ HOPPER_DECODED = (
     LayerTiles(Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3), 64),
     LayerTiles(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 )
+# e2m1 codes become bf16 in pairs. Below 64 rows two warps are best, whose own instructions take the
+# weights from registers: four would multiply together, from shared memory.
+HOPPER_DECODED_PAIRS = (
+    LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 32, 128, 2, 6), 1 / 8),
+    LayerTiles(Tile(8, 32, 128, 2, 4), Tile(8, 64, 128, 2, 3), 6),
+    LayerTiles(Tile(16, 64, 128, 2, 3), Tile(16, 128, 128, 2, 3), 18),
+    LayerTiles(Tile(64, 128, 64, 8, 4), Tile(64, 128, 64, 4, 3), 64),
+    LayerTiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 4, 3, group_m=16)),
+)
 # The same with scales for 128 of the depth: no wider steps, and sums of their own for each.
 HOPPER_DECODED_BLOCKS = (
     *HOPPER_DECODED[1:3],
@@ -154,6 +163,7 @@ QUANTIZED_BY_KIND = {
     "fp8 blocks": HOPPER_FP8_BLOCKS,
     "fp8 blocks, specialized": HOPPER_FP8_BLOCKS_SPECIALIZED,
     "decoded": HOPPER_DECODED,
+    "decoded pairs": HOPPER_DECODED_PAIRS,
     "decoded blocks": HOPPER_DECODED_BLOCKS,
     "block-scaled": BLACKWELL_SCALED,
 }
@@ -198,7 +208,8 @@ def _first_that_fits(
 def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, ...]:
     """The table for this GPU and what it does with codes: "fp8" multiplies e4m3 by e4m3, "fp8
     blocks" with scales for 128 of the depth (and "specialized" warps), "block-scaled" codes with
-    their scales, "decoded" and "decoded blocks" make numbers of the weights' codes."""
+    their scales, "decoded", "decoded pairs" (of e2m1) and "decoded blocks" make numbers of the
+    weights' codes."""
     name = architecture(device)
     if name == "interpreter":
         return QUANTIZED_INTERPRETER

@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
-from tmoe.kernels.casts import INTERPRETED, narrow
+from tmoe.kernels.casts import narrow
+from tmoe.kernels.e2m1_pairs import scaled_pairs, unfold, warps_apart, warps_together
 from tmoe.kernels.gemm_tile import weight_rows
+from tmoe.kernels.launch import is_nvidia
 from tmoe.kernels.rounding import decode_e2m1, decode_e4m3, decode_ue8m0, unpack
 
 
@@ -30,8 +31,10 @@ class Codes:
 
     packed: bool = False  # two codes in a byte of w
     a_packed: bool = False  # and in a byte of a
+    in_pairs: bool = False  # w's become bf16 as `e2m1_pairs.py` has it
     block_scaled: bool = False  # both are multiplied as codes, together with their fine scales
     scale_type: str = "fp32"  # of w's scales as they are stored: "fp32", "e4m3", "e8m0"
+    scales_in_twos: bool = False  # two of w's in an int16
     rows: int = 0  # of w that share a scale; 0: all
     columns: int = 0
     a_columns: int = 0  # of a that share one; 0: the whole row, or all
@@ -59,119 +62,23 @@ PLAIN_CODES = tl.constexpr(Codes())
 
 
 @triton.jit
-def _bf16_twice(scale, TYPE: tl.constexpr):
-    """Stored scales as bf16, in both halves of 32 bits. fp32 scales aren't fine."""
-    if TYPE == "e4m3":
-        bits = decode_e4m3(scale).to(tl.uint32, bitcast=True)  # exact in bf16: the low half is 0
-        return bits | (bits >> 16)
-    elif cuda_capability_geq(9, 0):  # as below, two of four bytes at a time
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 even, odd, nan, least;
-            mov.b32 least, 0x00400040;
-            and.b32 even, $4, 0x00FF00FF;
-            shr.u32 odd, $4, 8;
-            and.b32 odd, odd, 0x00FF00FF;
-            add.u32 nan, even, 0x00010001;
-            shr.u32 nan, nan, 8;
-            shl.b32 even, even, 7;
-            max.u16x2 even, even, least;
-            lop3.b32 even, nan, 0x00010001, even, 0xEA;  // (nan & 0x..01) | even
-            add.u32 nan, odd, 0x00010001;
-            shr.u32 nan, nan, 8;
-            shl.b32 odd, odd, 7;
-            max.u16x2 odd, odd, least;
-            lop3.b32 odd, nan, 0x00010001, odd, 0xEA;
-            prmt.b32 $0, even, even, 0x1010;
-            prmt.b32 $1, odd, odd, 0x1010;
-            prmt.b32 $2, even, even, 0x3232;
-            prmt.b32 $3, odd, odd, 0x3232;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [scale],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=4,
-        )
-    else:  # bf16 has its exponent; 2^-127 is subnormal there, and 255 means NaN
-        byte = scale.to(tl.uint32)
-        return tl.maximum(byte * 0x00800080, 0x00400040) | ((byte + 1) >> 8) * 0x00010001
-
-
-@triton.jit
-def _scaled_pairs(packed, scales):
-    """Bytes of two e2m1 codes, and scales of `_bf16_twice` → 32 bits: two bf16, the first low.
-
-    Magnitudes are looked up. `prmt` picks 4 of 8 bytes by 4 numbers of 3 bits, so the 8 magnitudes
-    0, .5, 1, 1.5, 2, 3, 4, 6 as bf16 are two tables, of the high bytes and of the low ones. Half of
-    a table has to be in a register. So that the assembler doesn't set it anew before each look-up
-    (a tenth of the loop), the tables contain a zero that it can't see through: tid² / 2^32.
-    """
-    if cuda_capability_geq(8, 0):
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 high_table, low_table, zero, first, index, sign, high, low, pair;
-            mov.u32 zero, %tid.x;
-            mul.hi.u32 zero, zero, zero;        // 0
-            add.u32 high_table, zero, 0x3F3F3F00;
-            add.u32 low_table, zero, 0xC0800000;
-            mov.b32 zero, 0x80008000;           // -0, which changes no product; mul needs sm_90
-            shl.b32 first, $4, 4;               // first codes of each byte, at its top
-            and.b32 index, $4, 0x77777777;
-            prmt.b32 sign, first, $4, 0x5140;   // codes 0 to 3, each at the top of a byte
-            prmt.b32 high, high_table, 0x40404040, index;
-            prmt.b32 low, low_table, 0xC0804000, index;
-            lop3.b32 high, sign, 0x80808080, high, 0xEA;  // (sign & 0x80..) | high
-            prmt.b32 pair, low, high, 0x5140;
-            fma.rn.bf16x2 $0, pair, $5, zero;
-            prmt.b32 pair, low, high, 0x7362;
-            fma.rn.bf16x2 $1, pair, $6, zero;
-            shr.b32 index, index, 16;
-            prmt.b32 sign, first, $4, 0x7362;   // codes 4 to 7
-            prmt.b32 high, high_table, 0x40404040, index;
-            prmt.b32 low, low_table, 0xC0804000, index;
-            lop3.b32 high, sign, 0x80808080, high, 0xEA;
-            prmt.b32 pair, low, high, 0x5140;
-            fma.rn.bf16x2 $2, pair, $7, zero;
-            prmt.b32 pair, low, high, 0x7362;
-            fma.rn.bf16x2 $3, pair, $8, zero;
-            }""",
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [packed, scales],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        scale = (scales << 16).to(tl.float32, bitcast=True)
-        first = decode_e2m1(packed.to(tl.int32) & 15) * scale  # exact in bf16: the rest is 0
-        second = decode_e2m1(packed.to(tl.int32) >> 4) * scale
-        second = second.to(tl.uint32, bitcast=True) & 0xFFFF0000
-        return (first.to(tl.uint32, bitcast=True) >> 16) | second
-
-
-@triton.jit
-def numbers(codes, scale, CODES: tl.constexpr, dtype: tl.constexpr):
+def numbers(
+    codes, scale, CODES: tl.constexpr, dtype: tl.constexpr, IN_THREAD_ORDER: tl.constexpr = False
+):
     """Bytes [n, m] of an e4m3 code, or of two e2m1 codes → [n, m or 2m] of `dtype`, times fine
     scales as they are stored, if there are some."""
     n: tl.constexpr = codes.shape[0]
     m: tl.constexpr = codes.shape[1]
     depth: tl.constexpr = m * (2 if CODES.packed else 1)
-    blocks: tl.constexpr = depth // CODES.columns if CODES.is_fine else 1
     TYPE: tl.constexpr = CODES.scale_type
-    if CODES.packed and dtype == tl.bfloat16 and not INTERPRETED:
-        scale = _bf16_twice(scale, TYPE)[:, :, None]
-        scale = tl.reshape(tl.broadcast_to(scale, (n, blocks, m // blocks)), (n, m))
-        pairs = _scaled_pairs(codes, scale)
-        first = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        second = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        x = tl.reshape(tl.join(first, second), (n, depth))
-    else:
-        x = decode_e2m1(unpack(codes)) if CODES.packed else decode_e4m3(codes)
-        if CODES.is_fine:
-            scale = decode_ue8m0(scale.to(tl.int32)) if TYPE == "e8m0" else decode_e4m3(scale)
-            x = tl.reshape(x, (n, blocks, depth // blocks)) * scale[:, :, None]
-            x = tl.reshape(x, (n, depth))
+    if CODES.in_pairs:
+        return scaled_pairs(codes, scale, TYPE, IN_THREAD_ORDER)
+    x = decode_e2m1(unpack(codes)) if CODES.packed else decode_e4m3(codes)
+    if CODES.is_fine:
+        blocks: tl.constexpr = depth // CODES.columns
+        scale = decode_ue8m0(scale.to(tl.int32)) if TYPE == "e8m0" else decode_e4m3(scale)
+        x = tl.reshape(x, (n, blocks, depth // blocks)) * scale[:, :, None]
+        x = tl.reshape(x, (n, depth))
     return narrow(x, dtype)
 
 
@@ -195,24 +102,37 @@ def _w_scale_ptrs(scales, expert, w_rows, CODES: tl.constexpr):
 
 
 @triton.jit
-def _load_fine(ptrs, stride, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
-    offs = tl.arange(0, BLOCK_D // CODES.columns)[None, :]
-    ptrs = ptrs[:, None] + (d // CODES.columns + offs) * stride
-    return tl.load(ptrs, mask=offs * CODES.columns < D - d, other=0)
+def _load_fine(ptrs, stride, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr, TWOS: tl.constexpr):
+    """Scales [n, BLOCK_D / 32 or 16] of rows that start at `ptrs` [n]; TWOS: stored in int16."""
+    COLUMNS: tl.constexpr = CODES.columns * (2 if TWOS else 1)  # of a load
+    offs = tl.arange(0, BLOCK_D // COLUMNS)[None, :]
+    ptrs = ptrs[:, None] + (d // COLUMNS + offs) * stride
+    scale = tl.load(ptrs, mask=offs * COLUMNS < D - d, other=0)
+    if TWOS:
+        scale = tl.join(scale.to(tl.uint8), (scale >> 8).to(tl.uint8))
+        scale = tl.reshape(scale, (ptrs.shape[0], BLOCK_D // CODES.columns))
+    return scale
 
 
 @triton.jit
-def load_fine_scales(scales, expert, w_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_fine_scales(
+    scales, expert, w_rows, d, D,
+    CODES: tl.constexpr, BLOCK_D: tl.constexpr, IN_THREAD_ORDER: tl.constexpr,
+):  # fmt: skip
     """Of w [COLUMNS, BLOCK_D / 32 or 16], as they are stored, from depth d on."""
+    TWOS: tl.constexpr = CODES.scales_in_twos
+    if IN_THREAD_ORDER:
+        w_rows = warps_together(w_rows)
     ptrs = _w_scale_ptrs(scales, expert, w_rows, CODES)
-    return _load_fine(ptrs, scales[4][2], d, D, CODES, BLOCK_D)
+    scale = _load_fine(ptrs, scales[4][2], d, D, CODES, BLOCK_D, TWOS)
+    return warps_apart(scale) if IN_THREAD_ORDER else scale
 
 
 @triton.jit
 def load_a_scales(scales, a_rows, d, D, CODES: tl.constexpr, BLOCK_D: tl.constexpr):
     """Of a [BLOCK_M, BLOCK_D / 32 or 16]."""
     ptrs = scales[6] + a_rows.to(tl.int64) * scales[7][0]
-    return _load_fine(ptrs, scales[7][1], d, D, CODES, BLOCK_D)
+    return _load_fine(ptrs, scales[7][1], d, D, CODES, BLOCK_D, False)
 
 
 @triton.jit
@@ -243,6 +163,9 @@ def block_factor(
 @triton.jit
 def apply_whole_scales(scales, acc, expert, a_rows, w_rows, num_w_rows, CODES: tl.constexpr):
     """The sums [BLOCK_M, COLUMNS] times the scales that reach along all of the depth."""
+    TYPE: tl.constexpr = CODES.scale_type
+    if CODES.in_pairs:
+        acc = unfold(acc, TYPE)
     a_scale_ptr, w_scale_ptr, w_global_ptr, a_strides, _w_strides, global_strides = scales[:6]
     if w_scale_ptr is not None and CODES.columns == 0 and CODES.rows == 0:
         acc *= tl.load(_w_scale_ptrs(scales, expert, expert, CODES))
@@ -282,11 +205,21 @@ class Scales:
     # the result, then e4m3
 
     @property
+    def _stored(self) -> Tensor | None:
+        """w's as they are loaded. A thread that decodes has 32 codes in a row at a time: of scales
+        for 16 it needs two, and loads them at once if they are aligned."""
+        w = self.weight
+        if w is None or w.dtype == torch.float32:
+            return w
+        w = w.view(torch.uint8)
+        twos = self.weight_columns == 16 and w.stride(-1) == 1 and w.shape[-1] % 2 == 0
+        starts = (*w.stride()[:-1], w.storage_offset())
+        return w.view(torch.int16) if twos and all(x % 2 == 0 for x in starts) else w
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Of a, w, all of w, a's blocks and the result, in the kernel's order."""
-        stored, blocks = self.weight, self.row_blocks
-        if stored is not None and stored.dtype != torch.float32:
-            stored = stored.view(torch.uint8)
+        stored, blocks = self._stored, self.row_blocks
         if blocks is not None:
             blocks = blocks.view(torch.uint8)
         return self.rows, stored, self.weight_global, blocks, self.out
@@ -294,7 +227,7 @@ class Scales:
     @property
     def strides(self) -> tuple[tuple[int, ...] | int, ...]:
         """Of the same; 0 where one serves all."""
-        of_weight = _strides(self.weight)
+        of_weight = _strides(self._stored)
         if self.weight_rows == 0 and self.weight_columns > 0:
             of_weight = (of_weight[0], 0, of_weight[1])
         return (
@@ -305,15 +238,17 @@ class Scales:
             _strides(self.out)[0],
         )
 
-    def codes(self, half: int, up: int) -> Codes:
-        """`half` of a tile's columns are consecutive rows of w, the other half too, or is `up` rows
-        further down."""
+    def codes(self, a: Tensor, half: int, up: int) -> Codes:
+        """Of w and a. `half` of a tile's columns are consecutive rows of w, the other half too, or
+        is `up` rows further down."""
         types = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}
         return Codes(
             packed=self.packed,
             a_packed=self.a_packed,
+            in_pairs=self.packed and a.dtype == torch.bfloat16 and is_nvidia(a.device),
             block_scaled=self.row_blocks is not None,
             scale_type="fp32" if self.weight is None else types.get(self.weight.dtype, "fp32"),
+            scales_in_twos=self._stored is not None and self._stored.dtype == torch.int16,
             rows=self.weight_rows,
             columns=self.weight_columns,
             a_columns=128 if self.rows is not None and self.rows.ndim == 2 else 0,

@@ -13,7 +13,7 @@ import tmoe
 from tests.reference import quantized_experts_ref
 from tmoe.backends import triton_quantized
 from tmoe.formats import SCHEMES
-from tmoe.kernels import grouped_gemm, tiles
+from tmoe.kernels import gemm_loop, tiles
 from tmoe.kernels.quantize_ref import decode_e2m1_ref, decode_ue8m0_ref
 
 if torch.cuda.is_available():
@@ -54,7 +54,7 @@ def test_layer(name, monkeypatch):
         return scale.view(torch.float8_e4m3fn).float()
 
     scale_of = e4m3 if name == "nvfp4" else decode_ue8m0_ref
-    monkeypatch.setattr(grouped_gemm, "add_block_scaled", multiply_by_hand(scale_of))
+    monkeypatch.setattr(gemm_loop, "add_block_scaled", multiply_by_hand(scale_of))
     monkeypatch.setattr(triton_quantized, "multiplies_block_scaled", lambda device: True)
     monkeypatch.setattr(tiles, "QUANTIZED_INTERPRETER", tiles.BLACKWELL_SCALED)
     recipe = SCHEMES[name].weights[0]

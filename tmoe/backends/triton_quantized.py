@@ -251,6 +251,8 @@ def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:
         return "fp8 blocks" if in_blocks else "fp8"
     if inputs is not None and multiplies_block_scaled(weight.device):
         return "block-scaled"
+    if FORMATS[weight.format].is_packed:
+        return "decoded pairs"
     return "decoded blocks" if in_blocks else "decoded"
 
 
