@@ -18,12 +18,14 @@ class Backend(Protocol):
 
     The caller has checked the tensors. They may have any strides; `out`, when given, is contiguous
     and is what is returned.
+
+    Optional: `is_compared`, True if results are compared with Triton's before the first use, of
+    which `why_not` then says `tmoe.dispatch.verify.refusal`; `why_not_prepare` and `prepare` of one
+    that has a layout of its own (`tmoe.dispatch.prepared`); `tiles` and `tuned` of one that has
+    tiles to tune (`tmoe.dispatch.tuned`).
     """
 
     name: str
-    # Whether results are compared with Triton's before the first use; `why_not` then says what was
-    # found by `tmoe.dispatch.verify.refusal`. Optional: no.
-    is_compared: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """None when the backend can do `problem`; else one sentence, with numbers, why it can't."""
