@@ -21,7 +21,7 @@ class Backend(Protocol):
 
     Optional: `is_compared`, True if results are compared with Triton's before the first use, of
     which `why_not` then says `tmoe.dispatch.verify.refusal`; `why_not_prepare` and `prepare` of one
-    that has a layout of its own (`tmoe.dispatch.prepared`); `tiles` and `tuned` of one that has
+    that has a layout of its own (`tmoe.dispatch.prepared`); `variants` and `tuned` of one that has
     tiles to tune (`tmoe.dispatch.tuned`).
     """
 
