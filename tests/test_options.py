@@ -28,6 +28,11 @@ def test_nesting_keeps_what_is_not_named():
     assert current() == Options()
 
 
+def test_a_folder_may_be_a_string(tmp_path):
+    with tmoe.options(cache_dir=str(tmp_path)) as asked:
+        assert asked.cache_dir == tmp_path
+
+
 def test_an_exception_restores():
     with pytest.raises(KeyError), tmoe.options(backend="torch"):
         raise KeyError
@@ -42,6 +47,7 @@ def test_an_exception_restores():
         ({"backend": 3}, TypeError, "backend must be a str, got int"),
         ({"deterministic": 1}, TypeError, "deterministic must be a bool, got int"),
         ({"verify": None}, TypeError, "verify must be a bool, got NoneType"),
+        ({"cache_dir": 1}, TypeError, "cache_dir must be a str or PathLike, got int"),
     ],
 )
 def test_bad_options_are_refused_on_entry(changes, error, message):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from .dispatch.known import MODELS, problem_of
 from .dispatch.measure import known_times
 from .dispatch.problem import Machine, Problem
 from .dispatch.resolve import Candidate, candidates
-from .environment import cache_dir, installed_version
+from .environment import cache_dir, installed_version, nvidia_driver
 from .formats import SCHEMES
 from .formats.recipe import Recipe
 from .routing import Routing
@@ -68,7 +67,7 @@ def diagnose() -> Diagnosis:
         versions=versions,
         device=machine.name,
         capability=machine.capability,
-        driver=_driver() if machine.device_type == "cuda" else None,
+        driver=nvidia_driver() if machine.device_type == "cuda" else None,
         interpreted=machine.interpreted,
         cache_dir=str(folder),
         cache_problem=_why_not_writable(folder),
@@ -149,15 +148,6 @@ def _builds_kernels() -> bool:
 def _minor(text: str) -> str:
     parsed = Version(text)
     return f"{parsed.major}.{parsed.minor}"
-
-
-def _driver() -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
 
 
 def _why_not_writable(folder: Path) -> str | None:

@@ -5,7 +5,10 @@ TMOE_CACHE_DIR    folder for what stays between runs; the platform's place for c
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +18,25 @@ import platformdirs
 def cache_dir() -> Path:
     """Where files stay between runs. It need not exist, or be writable."""
     return Path(os.environ.get("TMOE_CACHE_DIR") or platformdirs.user_cache_dir("tmoe"))
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver, or None where there is none, or not on Linux."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\d{3}\.\d+(\.\d+)?", text)
+    return None if found is None else found[0]
+
+
+@cache
+def kernels_hash() -> str:
+    """Changes with the kernels' sources, which in a checkout the version doesn't."""
+    import tmoe.kernels.launch as launch  # here: it needs Triton
+
+    files = sorted(Path(launch.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def installed_version(distribution: str) -> str | None:

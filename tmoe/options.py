@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from . import registry
 from .checks import expect, expect_type
@@ -20,12 +22,15 @@ class Options:
         deterministic: the same bits in every run.
         batch_invariant: a token's result doesn't depend on the other tokens of the call.
         verify: compare a closed-source backend with ours before its first use.
+        cache_dir: where measured times are kept; None: ``TMOE_CACHE_DIR``, or the platform's place
+            for caches.
     """
 
     backend: str | None = None
     deterministic: bool = False
     batch_invariant: bool = False
     verify: bool = True
+    cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.backend is not None:
@@ -40,6 +45,9 @@ class Options:
             )
         for name in ("deterministic", "batch_invariant", "verify"):
             expect_type(getattr(self, name), bool, "options", name)
+        if self.cache_dir is not None:
+            expect_type(self.cache_dir, (str, os.PathLike), "options", "cache_dir")
+            object.__setattr__(self, "cache_dir", Path(self.cache_dir))
 
 
 _current: ContextVar[Options] = ContextVar("tmoe_options")
@@ -53,7 +61,7 @@ def current() -> Options:
 
 
 @contextmanager
-def options(**changes: str | bool | None) -> Iterator[Options]:
+def options(**changes: str | bool | os.PathLike[str] | None) -> Iterator[Options]:
     """Change options inside a ``with`` block; what isn't named keeps the value that it has outside.
 
     Local to the thread and to the asyncio task. Raises ``TypeError`` for an unknown option and

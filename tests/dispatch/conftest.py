@@ -12,7 +12,7 @@ from tmoe.library import operation
 def forget():
     """As if this process had just started."""
     measure._times.cache_clear()
-    measure.store_of.cache_clear()
+    measure._store.cache_clear()
     operation._choose.cache_clear()
 
 

@@ -13,9 +13,12 @@ import torch
 
 import tmoe
 from tests.checking import assert_matches
+from tests.dispatch.conftest import forget
+from tests.dispatch.tuning import problem
 from tests.reference import fused_experts_ref
-from tmoe import registry
+from tmoe import environment, registry
 from tmoe.dispatch import measure
+from tmoe.dispatch.problem import Machine
 from tmoe.dispatch.resolve import duration
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +213,31 @@ print(decision.chosen, {{c.name: c.timing for c in decision.candidates if c.acce
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
     )
     assert "'triton': None" in done.stdout
+
+
+def test_a_folder_for_one_block(timed, empty_store, tmp_path_factory, device):
+    """Times go there, are found there, and aren't known elsewhere."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with tmoe.options(cache_dir=folder):
+        with tmoe.autotune():
+            tmoe.fused_experts(*layer(device))
+        assert measure.known_times(problem(device))
+    assert list((folder / "times").glob("*.json")) and not list(empty_store.rglob("*.json"))
+    assert not measure.known_times(problem(device))
+    forget()
+    with tmoe.options(cache_dir=folder):
+        assert measure.known_times(problem(device))
+
+
+def test_times_belong_to_a_driver_and_to_sources(monkeypatch, device):
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version: 12.3.0"
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
+    assert environment.nvidia_driver() == "580.159.04"
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: "no number")
+    assert environment.nvidia_driver() is None
+    before = measure._measured_on(Machine.of(device))
+    monkeypatch.setattr(measure, "kernels_hash", lambda: "another")
+    assert measure._measured_on(Machine.of(device)).file_name != before.file_name
 
 
 def test_files_are_read_once(monkeypatch, device):

@@ -102,7 +102,7 @@ here = choices()
 dist.all_gather_object = None  # nothing outside of the block may communicate
 layer(5)
 dist.barrier()
-measure._times.cache_clear(); measure.store_of.cache_clear(); operation._choose.cache_clear()
+measure._times.cache_clear(); measure._store.cache_clear(); operation._choose.cache_clear()
 print(json.dumps({"here": here, "next process": choices(), "timed": len(timed)}))
 dist.destroy_process_group()
 """

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 
 import torch
 
-from ..environment import cache_dir, installed_version
+from ..environment import cache_dir, installed_version, kernels_hash, nvidia_driver
+from ..options import current
 from .problem import Machine, Problem
 from .ranks import Key, agreed
 from .store import MeasuredOn, Store, Times
@@ -113,12 +115,12 @@ def known_times(problem: Problem) -> Mapping[str, float]:
 
 def known(machine: Machine, key: str) -> Mapping[str, float]:
     """Milliseconds by candidate of an entry of the machine's store."""
-    return _times(machine).get(key, NOTHING)
+    return _times(machine, _folder()).get(key, NOTHING)
 
 
 def keep(machine: Machine, key: str, times: Mapping[str, float]) -> None:
     """Put these times in place of an entry, here and in the store; whoever listens hears of it."""
-    _times(machine)[key] = dict(times)
+    _times(machine, _folder())[key] = dict(times)
     store_of(machine).add({key: times}, whole=True)
     for hear in _listeners:
         hear()
@@ -184,24 +186,31 @@ def _wall_clock(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-@cache
-def _times(machine: Machine) -> Times:
-    """The times of this process: the store's, as they were at the first look, and its own."""
-    return store_of(machine).read()
-
-
-@cache
 def store_of(machine: Machine) -> Store:
     """Where the times of a machine are kept."""
-    return Store(cache_dir() / "times", _measured_on(machine))
+    return _store(machine, _folder())
+
+
+def _folder() -> Path:
+    return (current().cache_dir or cache_dir()) / "times"
+
+
+@cache
+def _times(machine: Machine, folder: Path) -> Times:
+    """The times of this process: the store's, as they were at the first look, and its own."""
+    return _store(machine, folder).read()
+
+
+@cache
+def _store(machine: Machine, folder: Path) -> Store:
+    return Store(folder, _measured_on(machine))
 
 
 def _measured_on(machine: Machine) -> MeasuredOn:
-    driver = None
-    if machine.device_type == "cuda" and torch.version.cuda is not None:
-        ask = getattr(torch._C, "_cuda_getDriverVersion", lambda: None)
-        driver = str(ask())
+    tmoe = installed_version("tmoe") or "unknown"
+    if machine.triton_version is not None:
+        tmoe += f" {kernels_hash()}"
     return MeasuredOn(
-        machine.name, driver, machine.torch_version, machine.triton_version,
-        machine.flashinfer_version, installed_version("tmoe") or "unknown",
+        machine.name, nvidia_driver() if machine.device_type == "cuda" else None,
+        machine.torch_version, machine.triton_version, machine.flashinfer_version, tmoe,
     )  # fmt: skip

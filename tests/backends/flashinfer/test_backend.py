@@ -53,7 +53,7 @@ def forget():
     tmoe.release()
     verify.forget()
     installed.forget()
-    for cached in (operation._choose, measure._times, measure.store_of):
+    for cached in (operation._choose, measure._times, measure._store):
         cached.cache_clear()
 
 

@@ -34,6 +34,7 @@ from tests.backends.flashinfer.cases import (
 from tests.backends.flashinfer.stand_in import reading, undo
 from tests.backends.flashinfer.stand_in.kernel import Kernel
 from tmoe.activation import Activation
+from tmoe.backends.flashinfer import cutlass_weights
 from tmoe.backends.flashinfer.layer import Sizes
 from tmoe.dispatch.prepared import ExpertWeights
 from tmoe.formats import QuantizedTensor
@@ -234,3 +235,41 @@ def test_a_layout_that_is_not_shuffled_is_refused():
         recipes.trtllm_fp8_block(experts, weight_layout="BlockMajorK")
     with pytest.raises(ValueError, match="output_dtype must be bfloat16 or float16"):
         recipes.cutlass_fp8_block(experts, torch.float32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fp4_for_hopper_is_ordered_by_the_installed_helpers(interleaved, monkeypatch):
+    """They get plain codes and scales, up first and filled up, and what they make is passed on."""
+    given = {}
+
+    def helper(name, *more):
+        def interleave(tensor, *args):
+            assert args == more
+            given.setdefault(name, []).append(tensor)
+            return tensor.clone()
+
+        return interleave
+
+    monkeypatch.setattr(cutlass_weights, "interleave_w4_weights", helper("codes"))
+    monkeypatch.setattr(cutlass_weights, "interleave_w4_scales", helper("scales", 32))
+    case = replace(OF["trtllm_fp4"], format="mxfp4", H=160, I=96)
+    experts = make(case, OAI, bias=True, interleaved=interleaved)
+    made = cutlass_weights.cutlass_mxfp4_a16(experts)
+    assert made.use_w4_group_scaling and made.output_dtype == torch.bfloat16
+    assert made.sizes == Sizes(160, 96, 256, 128)
+    assert torch.equal(made.fc1_expert_weights, given["codes"][0])
+    first, second = (
+        undo.values_of(codes, scales, "mxfp4")
+        for codes, scales in zip(given["codes"], given["scales"], strict=True)
+    )
+    first, bias = undo.gate_first(first), undo.gate_first(made.fc1_expert_biases)
+    want, want_bias = experts.gate_up_proj.dequantize().double(), experts.gate_up_bias
+    if interleaved:
+        want = torch.cat((want[:, ::2], want[:, 1::2]), dim=1)
+        want_bias = torch.cat((want_bias[:, ::2], want_bias[:, 1::2]), dim=1)
+    filled = F.pad(want.unflatten(1, (2, -1)), (0, 96, 0, 32)).flatten(1, 2)
+    assert torch.equal(first, filled)
+    assert torch.equal(second, F.pad(experts.down_proj.dequantize().double(), (0, 32, 0, 96)))
+    assert torch.equal(bias, F.pad(want_bias.unflatten(1, (2, -1)), (0, 32)).flatten(1))
+    for scales, passed in zip(given["scales"], made.quant_scales, strict=True):
+        assert passed.dtype == torch.int32 and torch.equal(passed, scales.view(torch.int32))
