@@ -213,6 +213,23 @@ def test_explain_a_model_on_another_gpu():
 
 
 @pytest.mark.parametrize(
+    ("gpu", "version", "scheme", "said"),
+    [
+        ("B200", "0.7.4", "fp8_block", "-> flashinfer_trtllm"),
+        ("B200", "0.6.15", "fp8_block", "needs FlashInfer 0.6.18"),
+        ("B200", "none", "fp8_block", "FlashInfer isn't installed"),
+        ("B300", "0.7.4", "nvfp4", "-> flashinfer_trtllm"),
+        ("H200", "0.7.4", "fp8_block", "-> triton"),
+        ("RTX5090", "0.7.4", "nvfp4", "10.0 or 10.3, got 12.0"),
+    ],
+)
+def test_explain_flashinfer_elsewhere(gpu, version, scheme, said):
+    done = invoke("explain", "--model", "deepseek-v3", "--gpu", gpu, "--flashinfer", version,
+                  "--scheme", scheme)  # fmt: skip
+    assert done.exit_code == 0 and said in done.output
+
+
+@pytest.mark.parametrize(
     ("args", "said"),
     [
         ([], "needs --model, or"),

@@ -116,7 +116,7 @@ def test_what_the_kernels_refuse_is_not_run():
     assert not runs(p, plain, block_n=256)  # of gate and up: 512 rows of one box
     down_only = replace(p, op="grouped_gemm", activation=None)
     assert runs(down_only, plain, block_n=256)
-    specialized = {"block_m": 128, "block_n": 64, "block_d": 128, "specialized": True}
+    specialized = {"block_m": 128, "block_n": 128, "block_d": 128, "specialized": True}
     assert not runs(blocks, Way("fp8 blocks", "rows"), **specialized)
     assert runs(blocks, Way("fp8 blocks, specialized", "rows"), **specialized)
 

@@ -108,7 +108,12 @@ LAYERS = [
     (TRTLLM, "fp8_tensor", {"has_static_scales": False}, "static scales, none are given"),
     (TRTLLM, "mxfp8", {"activation": Activation("geglu")}, "which GELU its GeGLU has"),
     (CUTLASS, None, {"activation": Activation("geglu_tanh")}, None),
-    (TRTLLM, "mxfp4_a8", {"activation": Activation("swiglu_step")}, "swiglu_oai for MXFP4, got"),
+    (
+        TRTLLM,
+        "mxfp4_a8",
+        {"activation": Activation.swiglu_step(limit=7)},
+        "swiglu_oai for MXFP4, got",
+    ),
     (TRTLLM, "mxfp4_a16", {"activation": Activation("relu2")}, "swiglu_oai for MXFP4, got relu2"),
     (TRTLLM, "nvfp4", {"activation": Activation("relu2")}, None),
     (CUTLASS, None, {"dtype": torch.float16}, None),
