@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,14 +59,6 @@ class ExpertWeights:
         rest = (self.gate_up_bias, self.down_bias, self.input_scale, self.hidden_scale)
         parts = [*_parts(self.gate_up_proj), *_parts(self.down_proj)]
         return parts + [value for value in rest if isinstance(value, Tensor)]
-
-    @property
-    def stamp(self) -> tuple[object, ...]:
-        """Changes with every change of the layer: where tensors are, how often they were written,
-        what they mean."""
-        written = (-1 if t.is_inference() else t._version for t in self.tensors)
-        places = (t.data_ptr() for t in self.tensors)
-        return (self.activation, self.interleaved, *places, *written)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,26 +115,38 @@ def hold(
 ) -> None:
     """Keep `value`, which consists of the tensors `made`, until the weights change."""
     place, num_bytes = weights.place, sum(t.nbytes for t in made)
-    entry = Prepared(backend, problem, num_bytes, value, weights.stamp)
+    stamp = _stamp(weights.tensors, weights.activation, weights.interleaved)
+    entry = Prepared(backend, problem, num_bytes, value, stamp)
     _held.setdefault(place, {})[backend] = entry
     for tensor in weights.tensors:
         owner = tensor if tensor._base is None else tensor._base  # a view may be gone at once
         weakref.finalize(owner, _drop, place, entry).atexit = False
 
 
-def backends_of(weights: ExpertWeights) -> tuple[str, ...]:
-    """Which backends hold something for exactly these weights, as they are now."""
-    entries, stamp = _held.get(weights.place), None
-    for entry in list((entries or {}).values()):
-        stamp = stamp or weights.stamp
+def backends_of(
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    rest: Sequence[Tensor | None],
+    activation: Activation,
+    interleaved: bool,
+) -> tuple[str, ...]:
+    """Which backends hold something for exactly these weights, as they are now. In every forward,
+    so it takes them in parts: each projection's, then what else `ExpertWeights` has."""
+    place = gate_up[0].data_ptr(), down[0].data_ptr()
+    entries = _held.get(place)
+    if not entries:
+        return ()
+    tensors = [*gate_up, *down, *(value for value in rest if value is not None)]
+    stamp = _stamp(tensors, activation, interleaved)
+    for entry in list(entries.values()):
         if entry.stamp != stamp:
-            _drop(weights.place, entry)
+            _drop(place, entry)
             warnings.warn(
                 f"{entry.backend}: weights were written to after they were prepared, or come with "
                 f"other biases or scales; run {entry.problem} inside tmoe.prepare() again",
                 stacklevel=2,
             )
-    return tuple(sorted(entries or ()))
+    return tuple(sorted(entries))
 
 
 def backends_at(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[str, ...]:
@@ -195,6 +199,13 @@ def _drop(place: Place, entry: Prepared) -> None:
         del entries[entry.backend]
         if not entries:
             del _held[place]
+
+
+def _stamp(tensors: list[Tensor], *meaning: object) -> tuple[object, ...]:
+    """Changes with every change of a layer: where tensors are, how often they were written, what
+    they mean."""
+    written = [-1 if t.is_inference() else t._version for t in tensors]
+    return (*meaning, *[t.data_ptr() for t in tensors], *written)
 
 
 def _parts(weight: Tensor) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -57,8 +56,9 @@ Operation(
 
 
 def _experts_facts(*arguments: Any) -> Facts:
-    x, _, down_proj, _, topk_ids, gate_up_bias, down_bias, name, alpha, limit, *rest = arguments
-    _, weight_on_input, first, num_experts = rest
+    x, gate_up, down_proj, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
+    name, alpha, limit, interleaved, weight_on_input, first, num_experts = rest
+    activation = _activation(name, alpha, limit)
     (T, K), (local, H, I) = topk_ids.shape, down_proj.shape
     return Facts(
         "fused_experts",
@@ -68,11 +68,15 @@ def _experts_facts(*arguments: Any) -> Facts:
         num_experts,
         K,
         x.dtype,
-        activation=_activation(name, alpha, limit),
+        activation=activation,
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
         window=None if local == num_experts else (first, local),
-        prepared=_prepared(_plain_weights, arguments),
+        prepared=()
+        if prepared.is_empty()
+        else prepared.backends_of(
+            (gate_up,), (down_proj,), (gate_up_bias, down_bias), activation, interleaved
+        ),
     )
 
 
@@ -80,10 +84,6 @@ def _plain_weights(*arguments: Any) -> ExpertWeights:
     _, gate_up, down, _, _, gate_up_bias, down_bias, name, alpha, limit, interleaved, *_ = arguments
     activation = _activation(name, alpha, limit)
     return ExpertWeights(gate_up, down, activation, interleaved, gate_up_bias, down_bias)
-
-
-def _prepared(weights_of: Callable[..., ExpertWeights], arguments: Any) -> tuple[str, ...]:
-    return () if prepared.is_empty() else prepared.backends_of(weights_of(*arguments))
 
 
 def _experts(backend: Backend, *rest: Any) -> Tensor:
@@ -144,24 +144,34 @@ Operation(
 
 
 def _quantized_facts(*arguments: Any) -> Facts:
-    x, _, down, _, topk_ids, gate_up_bias, down_bias, input_scale, hidden_scale, *rest = arguments
-    scheme, format, block, name, alpha, limit, _, weight_on_input, first, num_experts = rest
-    (T, K), H, local = topk_ids.shape, x.shape[1], down[0].shape[0]
+    x, gate_up, down, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
+    input_scale, hidden_scale, scheme, format, _, name, alpha, limit, interleaved, *rest = rest
+    weight_on_input, first, num_experts = rest
+    (T, K), (local, H, columns) = topk_ids.shape, down[0].shape
+    activation = _activation(name, alpha, limit)
     return Facts(
         "fused_experts",
         token_bucket(T),
         H,
-        _weight(down, format, block, x).shape[2],
+        columns * (2 if FORMATS[format].is_packed else 1),
         num_experts,
         K,
         x.dtype,
-        activation=_activation(name, alpha, limit),
+        activation=activation,
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
         scheme=scheme,
         has_static_scales=input_scale is not None and hidden_scale is not None,
         window=None if local == num_experts else (first, local),
-        prepared=_prepared(_quantized_weights, arguments),
+        prepared=()
+        if prepared.is_empty()
+        else prepared.backends_of(
+            gate_up,
+            down,
+            (gate_up_bias, down_bias, input_scale, hidden_scale),
+            activation,
+            interleaved,
+        ),
     )
 
 
