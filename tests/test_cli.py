@@ -216,7 +216,7 @@ def test_explain_a_model_on_another_gpu():
     ("gpu", "version", "scheme", "said"),
     [
         ("B200", "0.7.4", "fp8_block", "-> flashinfer_trtllm"),
-        ("B200", "0.6.15", "fp8_block", "needs FlashInfer 0.6.18"),
+        ("B200", "0.6.15", "fp8_block", "needs FlashInfer 0.6.16"),
         ("B200", "none", "fp8_block", "FlashInfer isn't installed"),
         ("B300", "0.7.4", "nvfp4", "-> flashinfer_trtllm"),
         ("H200", "0.7.4", "fp8_block", "-> triton"),

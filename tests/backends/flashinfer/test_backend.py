@@ -180,6 +180,21 @@ def test_a_prepared_layer_runs_on_flashinfer(backend, capability, scheme, activa
         assert torch.equal(out, y)
 
 
+@pytest.mark.parametrize("version", ["0.6.16", "0.6.16.post4", "0.6.17", "0.6.18.post1"])
+def test_ids_and_weights_in_one_tensor_where_a_version_wants_that(version, on):
+    with on(version) as fake:
+        layer = Layer("fp8_block", window=(2, 2))
+        layer.prepare()
+        x, weights, ids = layer.tokens()
+        ids[0, 1] = -1
+        y = layer(x, weights, ids)
+        (name, keywords) = fake.calls[-1]
+        assert name == "trtllm_fp8_block_scale_routed_moe"
+        assert isinstance(keywords["topk_ids"], tuple) == (version == "0.6.18.post1")
+        with tmoe.options(backend="torch"):
+            assert relative_error(y, layer(x, weights, ids)) < verify.BOUNDS["e4m3"]
+
+
 FAULTS = [
     ("llama4_weight_twice", "fp8_tensor", SWIGLU, {"on_input": True}),
     ("weight_twice", None, SWIGLU, {}),

@@ -63,7 +63,8 @@ class FlashInferBackend:
             device = experts.down_proj.device
             scale = torch.as_tensor(experts.input_scale, dtype=torch.float32, device=device)
             scale = scale.flatten()[0].clone()  # the recipe has made sure that all are the same
-        ready = Ready(use.entry.name, weights, len(experts.down_proj), scale)
+        packs = support.packs_ids(use, problem.machine.flashinfer_version or "")
+        ready = Ready(use.entry.name, weights, len(experts.down_proj), scale, packs)
         prepared.hold(self.name, problem, experts, ready, ready.tensors())
 
     def fused_experts(

@@ -18,6 +18,7 @@ from ...formats.compute import quantize_parts
 from ...formats.format import FLOAT32
 from ...formats.recipe import Recipe
 from ...formats.scheme import SCHEMES
+from ...routing import pack_topk
 from . import installed
 from .cutlass_weights import CutlassWeights
 from .weight_parts import Prepared
@@ -48,6 +49,7 @@ class Ready:
     weights: Prepared
     num_local: int  # experts
     input_scale: Tensor | None  # static, of the first projection's input
+    packs_ids: bool  # ids and weights are passed as one tensor
 
     def tensors(self) -> list[Tensor]:
         """All that is held for the layer."""
@@ -97,7 +99,7 @@ def _trtllm_keywords(
 ) -> dict[str, Any]:
     method = "Llama4" if spec.weight_on_input else "TopK"
     keywords: dict[str, Any] = {
-        "topk_ids": topk,
+        "topk_ids": pack_topk(*topk) if ready.packs_ids else topk,
         "routing_method_type": installed.member("RoutingMethodType", method),
         "num_experts": spec.num_experts,
         "top_k": topk[0].shape[1],

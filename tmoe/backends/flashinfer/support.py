@@ -63,7 +63,7 @@ FP8_TENSOR_ROUTED = EntryPoint(
      "output1_scales_gate_scalar", "output2_scales_scalar", "use_routing_scales_on_input"),
 )  # fmt: skip
 FP8_BLOCK_ROUTED = EntryPoint(
-    "trtllm_fp8_block_scale_routed_moe", "0.6.18", "weights rounded to bf16 with the ids",
+    "trtllm_fp8_block_scale_routed_moe", "0.6.16", "an address past the route map",
     (*_TRTLLM, *_GROUPED, *_WEIGHTS, "routing_bias", "hidden_states_scale",
      "gemm1_weights_scale", "gemm2_weights_scale", "use_shuffled_weight", "weight_layout",
      "fp8_quantization_type"),
@@ -89,6 +89,8 @@ CUTLASS_W4A16 = replace(
     CUTLASS, promoted_from="0.6.18", mended="the order of the scales",
     keywords=(*CUTLASS.keywords, "use_w4_group_scaling"),
 )  # fmt: skip
+
+TAKES_PAIRS = Version("0.6.18")  # from here on FP8 in blocks, too, takes ids and weights apart
 
 # By backend and scheme; "bf16" stands for weights that aren't quantised.
 USES = {
@@ -137,6 +139,11 @@ def why_not(backend: str, problem: Problem) -> str | None:
 def _among(capabilities: Iterable[tuple[int, int]], got: tuple[int, int] | None) -> str:
     wanted = " or ".join("{}.{}".format(*c) for c in capabilities)
     return f"compute capability {wanted}, got {'no GPU' if got is None else '{}.{}'.format(*got)}"
+
+
+def packs_ids(use: Use, flashinfer_version: str) -> bool:
+    """Whether this version takes ids only together with their weights, rounded to bf16."""
+    return use.entry is FP8_BLOCK_ROUTED and Version(flashinfer_version) < TAKES_PAIRS
 
 
 def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
