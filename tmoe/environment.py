@@ -10,6 +10,7 @@ import os
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
@@ -33,9 +34,9 @@ def nvidia_driver() -> str | None:
 @cache
 def kernels_hash() -> str:
     """Changes with the kernels' sources, which in a checkout the version doesn't."""
-    import tmoe.kernels.launch as launch  # here: it needs Triton
-
-    files = sorted(Path(launch.__file__).parent.glob("*.py"))
+    spec = find_spec("tmoe.kernels")
+    assert spec is not None and spec.submodule_search_locations is not None
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

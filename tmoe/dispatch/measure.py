@@ -207,10 +207,8 @@ def _store(machine: Machine, folder: Path) -> Store:
 
 
 def _measured_on(machine: Machine) -> MeasuredOn:
-    tmoe = installed_version("tmoe") or "unknown"
-    if machine.triton_version is not None:
-        tmoe += f" {kernels_hash()}"
     return MeasuredOn(
         machine.name, nvidia_driver() if machine.device_type == "cuda" else None,
-        machine.torch_version, machine.triton_version, machine.flashinfer_version, tmoe,
+        machine.torch_version, machine.triton_version, machine.flashinfer_version,
+        f"{installed_version('tmoe') or 'unknown'} {kernels_hash()}",
     )  # fmt: skip

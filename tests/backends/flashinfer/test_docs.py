@@ -1,0 +1,27 @@
+"""docs/flashinfer.md: its table is the library's, and its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tmoe.backends.flashinfer.support import USES
+
+TEXT = (Path(__file__).parents[3] / "docs" / "flashinfer.md").read_text()
+
+
+def test_the_table_is_up_to_date():
+    rows = [
+        f"| `{scheme}` | `{backend}` | `{use.entry.name}` | {use.entry.promoted_from} | "
+        + ", ".join("{}.{}".format(*c) for c in use.capabilities)
+        + " |"
+        for backend, uses in USES.items()
+        for scheme, use in uses.items()
+    ]
+    wanted = "\n".join(rows)
+    assert wanted in TEXT, f"paste this into docs/flashinfer.md:\n\n{wanted}"
+
+
+def test_the_example_runs():
+    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    exec(example, {})
