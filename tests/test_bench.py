@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import compare
+from bench.dispatch_overhead import overheads
 from bench.roofline import ROOFS, Roof, Work, experts_work
 from bench.shapes import GPU_SHAPES, SHAPES, TINY, routing_of
 from tmoe.formats import SCHEMES
@@ -232,3 +233,8 @@ def test_device_timer_measures_one_call():
             target.copy_(source)
         times.append(timer() - start)
     assert times[1] == pytest.approx(times[0], rel=0.3)
+
+
+def test_dispatch_overhead_measures_what_it_says():
+    found = [(scheme, held) for scheme, held, us in overheads(calls=10) if us > 0]
+    assert found == [(s, h) for s in ("bf16", "nvfp4_a16") for h in (False, True)]
