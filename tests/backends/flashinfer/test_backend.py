@@ -33,7 +33,7 @@ from tests.backends.flashinfer.layers import (
 )
 from tmoe.activation import Activation
 from tmoe.backends.flashinfer import backend as flashinfer_backend
-from tmoe.backends.flashinfer import installed, support
+from tmoe.backends.flashinfer import support
 from tmoe.dispatch import measure, prepared, problem, verify
 from tmoe.dispatch.problem import Machine
 from tmoe.formats import SCHEMES
@@ -154,12 +154,23 @@ def test_what_is_wrong_stays_on_triton(fault, scheme, activation, options, on):
 def test_a_flashinfer_that_breaks_on_import_is_a_reason(on):
     with on(faults={"import_error"}):
         layer = Layer()
-        layer.prepare()
-        assert tmoe.prepared() == []
-        backend = flashinfer_backend.trtllm()
-        said = installed.why_not("trtllm_bf16_routed_moe", ())
-        assert "FlashInfer can't be imported: flashinfer-cubin version" in said
-        assert backend.name == TRTLLM
+        wrong = "FlashInfer can't be imported: flashinfer-cubin version"
+        with tmoe.options(backend=TRTLLM), pytest.raises(tmoe.NoBackendError, match=wrong):
+            with pytest.warns(UserWarning, match=f"{TRTLLM} isn't used for .*{wrong}"):
+                layer.prepare(verify=True)
+        assert tmoe.prepared() == [] and said_of(layer).reason.startswith(wrong)
+
+
+def test_what_preparing_meets_does_not_end_a_call(on, monkeypatch):
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with on():
+        layer = Layer()
+        monkeypatch.setattr(flashinfer_backend.FlashInferBackend, "prepare", no_memory)
+        with pytest.warns(UserWarning, match="can't take these weights: CUDA out of memory"):
+            y = layer.prepare()
+        assert y.isfinite().all() and tmoe.prepared() == []
 
 
 @pytest.mark.parametrize("version", ["0.6.8", "0.6.12", "0.6.15", "0.6.16"])

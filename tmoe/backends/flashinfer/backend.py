@@ -33,19 +33,26 @@ class FlashInferBackend:
         self.name = name
 
     def why_not(self, problem: Problem) -> str | None:
-        reason = support.why_not(self.name, problem) or verify.refusal(self.name, problem)
+        reason = self._known_reason(problem)
         if reason is not None or self.name in problem.prepared:
             return reason
         return "its weights aren't prepared: run the layer inside tmoe.prepare() once"
 
     def why_not_prepare(self, problem: Problem) -> str | None:
-        """Why weights can't be prepared for `problem` here, or None."""
-        reason = support.why_not(self.name, problem) or verify.refusal(self.name, problem)
+        """Why weights can't be prepared for `problem` here, or None. Imports FlashInfer."""
+        reason = self._known_reason(problem)
         if reason is not None:
             return reason
         use = USES[self.name][problem.scheme or "bf16"]
         keywords = support.keywords_of(use, problem.activation or Activation("swiglu"))
-        return installed.why_not(use.entry.name, keywords)
+        complaint = installed.why_not(use.entry.name, keywords)
+        if complaint is not None:
+            verify.remember(self.name, problem, complaint)
+        return complaint
+
+    def _known_reason(self, problem: Problem) -> str | None:
+        found = verify.refusal(self.name, problem) if current().verify else None
+        return support.why_not(self.name, problem) or found
 
     def prepare(self, experts: ExpertWeights, problem: Problem) -> None:
         """Bring the weights into the layout of this backend, in new memory.
