@@ -55,6 +55,44 @@ def test_built_with_a_scheme(scheme):
     assert scheme in repr(layer)
 
 
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].takes_scales])
+def test_static_scales(scheme, tmp_path):
+    """They are used, saved, and stay fp32; both forms, one number and one per expert."""
+    layer, x = make_layer().requires_grad_(False), torch.randn(6, 64)
+    scales = {"input_scale": torch.tensor(0.0101), "hidden_scale": torch.linspace(0.011, 0.02, 4)}
+    quantized = tmoe.MoE.quantized(layer, scheme, **scales)
+    experts = quantized.experts
+    _, weights, ids = layer.gate(x)
+    with torch.no_grad():
+        want = tmoe.fused_experts(
+            x, experts.gate_up_proj, experts.down_proj, weights, ids, scheme=scheme, **scales
+        )
+        assert torch.equal(quantized(x), want + layer.shared_expert(x))
+        assert not torch.equal(quantized(x), tmoe.MoE.quantized(layer, scheme)(x))
+    empty = {name: torch.zeros_like(scale) for name, scale in scales.items()}
+    again = tmoe.Experts(4, 64, 32, scheme=scheme, **empty)
+    torch.save(experts.state_dict(), tmp_path / "experts.pt")
+    again.load_state_dict(torch.load(tmp_path / "experts.pt", weights_only=True))
+    assert torch.equal(again(x, ids, weights), want)
+    again.to(torch.bfloat16)
+    for name, scale in scales.items():
+        assert torch.equal(getattr(again, name), scale)
+    assert tmoe.explain(again).problem.has_static_scales
+    assert not tmoe.explain(tmoe.Experts(4, 64, 32, scheme=scheme)).problem.has_static_scales
+
+
+def test_static_scales_that_do_not_fit():
+    one = torch.ones(())
+    with pytest.raises(ValueError, match="Experts: input_scale must be None for mxfp8"):
+        tmoe.Experts(4, 64, 32, scheme="mxfp8", input_scale=one)
+    with pytest.raises(ValueError, match="hidden_scale must be None for bf16"):
+        tmoe.Experts(4, 64, 32, hidden_scale=one)
+    with pytest.raises(ValueError, match=r"must be one number or of shape \(4,\), got \(3,\)"):
+        tmoe.Experts(4, 64, 32, scheme="nvfp4", input_scale=torch.ones(3))
+    with pytest.raises(TypeError, match="Experts: input_scale must be a Tensor, got float"):
+        tmoe.Experts(4, 64, 32, scheme="nvfp4", input_scale=1.0)
+
+
 def test_state_dict_copies_and_devices(tmp_path):
     layer = tmoe.MoE.quantized(make_layer(), "nvfp4")
     x = torch.randn(4, 64)

@@ -78,6 +78,9 @@ def _describe(layer: nn.Module, num_tokens: int) -> Problem:
         has_bias=getattr(experts, "down_proj_bias", None) is not None,
         weight_on_input=getattr(experts, "weight_on_input", False),
         scheme=experts.scheme if isinstance(down_proj, QuantizedTensor) else None,  # type: ignore
+        has_static_scales=all(
+            getattr(experts, name, None) is not None for name in ("input_scale", "hidden_scale")
+        ),
         prepared=backends_at(_first_projection(experts), down_proj),
         needs_grad=torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()),
         deterministic=asked.deterministic,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +29,17 @@ class Experts(nn.Module):
 
     With a scheme of `tmoe.formats.SCHEMES` the two weights are `QuantizedTensor`s without a
     gradient. They are made by ``Experts.quantized(experts, scheme)``, or filled with
-    ``load_state_dict`` or ``copy_``.
+    ``load_state_dict`` or ``copy_``. Static scales of the inputs are buffers, ``input_scale`` and
+    ``hidden_scale``; without them each call computes its own.
 
     Under autocast the weights are cast at each call, which costs a copy of them; a layer whose
     parameters are 16-bit does not pay that.
 
     Source: the experts classes of transformers, for example ``Qwen3MoeExperts``.
     """
+
+    input_scale: Tensor | None
+    hidden_scale: Tensor | None
 
     def __init__(
         self,
@@ -46,17 +52,28 @@ class Experts(nn.Module):
         bias: bool = False,
         interleaved: bool = False,
         weight_on_input: bool = False,
+        input_scale: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`weight_on_input`: the routing weight multiplies an expert's input, not its output."""
+        """`weight_on_input`: the routing weight multiplies an expert's input, not its output.
+        `input_scale`, `hidden_scale`: as for `tmoe.fused_experts`, for fp8_tensor and nvfp4."""
         super().__init__()
         sizes = (num_experts, hidden_size, intermediate_size)
         names = ("num_experts", "hidden_size", "intermediate_size")
         expect_sizes("Experts", **dict(zip(names, sizes, strict=True)))
         expect_parameter_dtype("Experts", dtype)
-        if scheme not in (None, "bf16"):
-            Scheme.of(scheme, "Experts")
+        takes_scales = scheme not in (None, "bf16") and Scheme.of(scheme, "Experts").takes_scales
+        for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
+            if scale is not None:
+                expect_type(scale, Tensor, "Experts", arg)
+                expect(takes_scales, "Experts", arg, f"None for {scheme}", "a tensor")
+                fits = scale.numel() == 1 or scale.shape == (num_experts,)
+                wanted = f"one number or of shape ({num_experts},)"
+                expect(fits, "Experts", arg, wanted, tuple(scale.shape))
+                scale = scale.detach().to(device, torch.float32)
+            self.register_buffer(arg, scale)
         self.activation = Activation.of(activation)
         gated = self.activation.gated
         wanted = f"False for {self.activation.name}, which has no gate"
@@ -106,9 +123,16 @@ class Experts(nn.Module):
                 weight.copy_(quantize(values, weight.format, block_shape=weight.block_shape))
 
     @classmethod
-    def quantized(cls, experts: Experts, scheme: str) -> Experts:
-        """A layer with the weights of `experts` (not quantised) as the scheme has them; the biases
-        are shared."""
+    def quantized(
+        cls,
+        experts: Experts,
+        scheme: str,
+        *,
+        input_scale: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
+    ) -> Experts:
+        """A layer with the weights of `experts` (not quantised) as the scheme has them, and with
+        static scales of the inputs, if they are given; the biases are shared."""
         expect_type(experts, Experts, "Experts.quantized", "experts")
         result = cls(
             experts.num_experts,
@@ -119,6 +143,8 @@ class Experts(nn.Module):
             bias=experts.down_proj_bias is not None,
             interleaved=experts.interleaved,
             weight_on_input=experts.weight_on_input,
+            input_scale=input_scale,
+            hidden_scale=hidden_scale,
             device="meta",
             dtype=experts.down_proj.dtype,
         )
@@ -128,6 +154,9 @@ class Experts(nn.Module):
             weight = quantize(weight, empty.format, block_shape=empty.block_shape)
             setattr(result, name, nn.Parameter(weight, requires_grad=False))
             setattr(result, f"{name}_bias", getattr(experts, f"{name}_bias"))
+        for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
+            if scale is not None:
+                setattr(result, arg, scale.detach().to(weight.device, torch.float32))
         return result
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -150,7 +179,18 @@ class Experts(nn.Module):
             down_bias=down_bias,
             interleaved=self.interleaved,
             weight_on_input=self.weight_on_input,
+            input_scale=self.input_scale,
+            hidden_scale=self.hidden_scale,
         )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
+        """Static scales go along to a device, and stay fp32 when the layer becomes bf16."""
+        scales = {name: getattr(self, name) for name in ("input_scale", "hidden_scale")}
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            if scale is not None and (moved := getattr(self, name)).dtype != torch.float32:
+                setattr(self, name, scale.to(moved.device))
+        return self
 
     def extra_repr(self) -> str:
         return (

@@ -113,13 +113,13 @@ class MoE(nn.Module):
         )
 
     @classmethod
-    def quantized(cls, layer: MoE, scheme: str) -> MoE:
+    def quantized(cls, layer: MoE, scheme: str, **scales: Tensor | None) -> MoE:
         """A layer with the weights of `layer` (not quantised), those of the experts as the scheme
-        has them; everything else is shared."""
+        has them; everything else is shared. `scales`: as for `Experts.quantized`."""
         expect_type(layer, MoE, "MoE.quantized", "layer")
         result = copy.copy(layer)
         result._modules = dict(layer._modules)
-        result.experts = Experts.quantized(layer.experts, scheme)
+        result.experts = Experts.quantized(layer.experts, scheme, **scales)
         return result
 
     def reset_parameters(self) -> None:

@@ -328,9 +328,16 @@ def prepared_problem(layer):
     return asked
 
 
-def test_a_module_and_explain(b200):
+@pytest.mark.parametrize(
+    ("scheme", "function"),
+    [(None, "trtllm_bf16_routed_moe"), ("nvfp4", "trtllm_fp4_block_scale_routed_moe")],
+)
+def test_a_module_and_explain(scheme, function, b200):
     layer = tmoe.MoE(H, I, tmoe.Routing(E, K, "Renormalize"), dtype=torch.bfloat16)
     layer.requires_grad_(False)
+    if scheme is not None:
+        scale = torch.tensor(4 / (6 * 448))
+        layer = tmoe.MoE.quantized(layer, scheme, input_scale=scale, hidden_scale=scale / 8)
     x = torch.randn(3, H).bfloat16()
     assert tmoe.explain(layer).chosen == "triton"
     with tmoe.prepare(), tmoe.options(verify=False):
@@ -338,6 +345,7 @@ def test_a_module_and_explain(b200):
     assert tmoe.explain(layer).chosen == TRTLLM
     b200.calls.clear()
     y = layer(x)
-    assert [name for name, _ in b200.calls] == ["trtllm_bf16_routed_moe"]
-    with tmoe.options(backend="triton"):
-        assert relative_error(y, layer(x)) < verify.BOUNDS["bf16"]
+    assert [name for name, _ in b200.calls] == [function]
+    with tmoe.options(backend="torch"):
+        bound = verify.BOUNDS["bf16" if scheme is None else "e2m1"]
+        assert relative_error(y, layer(x)) < bound
