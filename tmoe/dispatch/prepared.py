@@ -7,6 +7,7 @@ weights that have changed; a call that finds nothing runs on a backend that need
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,6 +71,7 @@ class Prepared:
     num_bytes: int
     value: Any  # the backend's own
     stamp: tuple[object, ...]
+    number: int  # of all that were ever prepared
 
     def __repr__(self) -> str:
         return f"{self.backend}: {self.num_bytes / 2**20:.1f} MiB for {self.problem}"
@@ -107,6 +109,7 @@ def preparing() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+_numbers = itertools.count()
 _held: dict[Place, dict[str, Prepared]] = {}
 
 
@@ -116,11 +119,12 @@ def hold(
     """Keep `value`, which consists of the tensors `made`, until the weights change."""
     place, num_bytes = weights.place, sum(t.nbytes for t in made)
     stamp = _stamp(weights.tensors, weights.activation, weights.interleaved)
-    entry = Prepared(backend, problem, num_bytes, value, stamp)
+    entry = Prepared(backend, problem, num_bytes, value, stamp, next(_numbers))
     _held.setdefault(place, {})[backend] = entry
     for tensor in weights.tensors:
         owner = tensor if tensor._base is None else tensor._base  # a view may be gone at once
-        weakref.finalize(owner, _drop, place, entry).atexit = False
+        # By number: what a finalizer refers to lives as long as the owner, even after `release`.
+        weakref.finalize(owner, _drop, place, entry.number).atexit = False
 
 
 def backends_of(
@@ -140,7 +144,7 @@ def backends_of(
     stamp = _stamp(tensors, activation, interleaved)
     for entry in list(entries.values()):
         if entry.stamp != stamp:
-            _drop(place, entry)
+            _drop(place, entry.number)
             warnings.warn(
                 f"{entry.backend}: weights were written to after they were prepared, or come with "
                 f"other biases or scales; run {entry.problem} inside tmoe.prepare() again",
@@ -176,29 +180,30 @@ def release(backend: str | None = None) -> None:
     for place in list(_held):
         for entry in list(_held.get(place, {}).values()):
             if backend in (None, entry.backend):
-                _drop(place, entry)
+                _drop(place, entry.number)
 
 
 def drop(backend: str, weights: ExpertWeights) -> None:
     """Free what `backend` holds for these weights."""
     entry = _held.get(weights.place, {}).get(backend)
     if entry is not None:
-        _drop(weights.place, entry)
+        _drop(weights.place, entry.number)
 
 
 def keep_only(backend: str, weights: ExpertWeights) -> None:
     """Free what other backends hold for these weights."""
     for entry in list(_held.get(weights.place, {}).values()):
         if entry.backend != backend:
-            _drop(weights.place, entry)
+            _drop(weights.place, entry.number)
 
 
-def _drop(place: Place, entry: Prepared) -> None:
+def _drop(place: Place, number: int) -> None:
     entries = _held.get(place, {})
-    if entries.get(entry.backend) is entry:
-        del entries[entry.backend]
-        if not entries:
-            del _held[place]
+    for entry in list(entries.values()):
+        if entry.number == number:
+            del entries[entry.backend]
+    if not entries:
+        _held.pop(place, None)
 
 
 def _stamp(tensors: list[Tensor], *meaning: object) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -208,13 +209,16 @@ def test_what_was_prepared_goes_with_the_layer(b200):
     layer, other = Layer(), Layer()
     layer.prepare()
     other.prepare()
-    assert len(tmoe.prepared()) == 2
+    of_layer, of_other = (weakref.ref(entry.value.tensors()[0]) for entry in tmoe.prepared())
+    b200.calls.clear()
     del layer
     gc.collect()
-    assert len(tmoe.prepared()) == 1
+    assert len(tmoe.prepared()) == 1 and of_layer() is None
     tmoe.release(CUTLASS)
     assert len(tmoe.prepared()) == 1
     tmoe.release()
+    gc.collect()
+    assert of_other() is None
     assert tmoe.prepared() == [] and not prepared._held
     other(*other.tokens())
 
