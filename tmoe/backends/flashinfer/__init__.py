@@ -1,8 +1,13 @@
-"""What FlashInfer's kernels take: known without importing it.
+"""FlashInfer's kernels. What they take is known without importing it; only `installed` does.
 
-signatures      what each release's entry points take
+Whole expert layers, by `backend`:
+signatures      what each release's functions take
+support         which function could run a layer, and why not
 layouts         orders of rows and scales
 layer           a layer's parts in these orders, checked and filled up
-trtllm_weights, cutlass_weights     the weights by the entry points' keywords
+trtllm_weights, cutlass_weights     the weights by the functions' keywords; weight_parts: shared
+calls           one call, by keyword
+
+Single operations:
 operations_support, operations      router, quantisers, grouped GEMMs; group_layouts: their rows
 """
