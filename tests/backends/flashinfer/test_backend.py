@@ -346,7 +346,10 @@ def test_a_module_and_explain(scheme, function, b200):
     assert tmoe.explain(layer).chosen == "triton"
     with tmoe.prepare(), tmoe.options(verify=False):
         layer(x)
-    assert tmoe.explain(layer).chosen == TRTLLM
+    decision = tmoe.explain(layer)
+    assert decision.chosen == TRTLLM and "compared with Triton when it is prepared" in str(decision)
+    verify.remember(TRTLLM, decision.problem, None)
+    assert "; agrees with Triton" in str(tmoe.explain(layer))
     b200.calls.clear()
     y = layer(x)
     assert [name for name, _ in b200.calls] == [function]

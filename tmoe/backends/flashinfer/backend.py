@@ -38,6 +38,11 @@ class FlashInferBackend:
             return reason
         return "its weights aren't prepared: run the layer inside tmoe.prepare() once"
 
+    def form(self, problem: Problem) -> str:
+        if verify.is_known(self.name, problem):
+            return "agrees with Triton"
+        return "compared with Triton when it is prepared" if current().verify else "not compared"
+
     def why_not_prepare(self, problem: Problem) -> str | None:
         """Why weights can't be prepared for `problem` here, or None. Imports FlashInfer."""
         reason = self._known_reason(problem)
