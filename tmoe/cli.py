@@ -66,6 +66,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what this machine has, which backends can run here, and what is known not to work."""
+    from .dispatch.resolve import duration
     from .doctor import diagnose
 
     found = diagnose()
@@ -89,7 +90,7 @@ def doctor(
     refused: dict[tuple[str, str], list[str]] = {}
     for operation, candidates in found.operations.items():
         first = next(candidate for candidate in candidates if candidate.accepted)
-        timing = "" if first.timing is None else f"{1e3 * first.timing:.0f} µs; "
+        timing = "" if first.timing is None else f"{duration(first.timing)}; "
         chosen.add_row(operation, first.name, timing + first.reason)
         for candidate in candidates:
             if not candidate.accepted:

@@ -104,7 +104,7 @@ class Operation:
     fake: Callable[..., Any]  # (*arguments, needs_grad)
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
     differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
-    prepare: Callable[..., None] | None = None  # (problem, backends, *arguments)
+    prepare: Callable[..., None] | None = None  # (problem, backends, whether all, *arguments)
     release: Callable[..., None] | None = None  # (backend to keep, *arguments)
 
     def define(self, *, has_out: bool = True) -> None:
