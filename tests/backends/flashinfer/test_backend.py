@@ -125,6 +125,7 @@ FAULTS = [
     ("gate_up_swapped", "fp8_block", SWIGLU, {}),
     ("shuffle_ignored", "nvfp4", SWIGLU, {}),
     ("limit_in_raw_units", "nvfp4", OAI, {}),
+    ("bf16_illegal_address", None, SWIGLU, {}),
     ("nan_answer", None, SWIGLU, {}),
     ("raises", "fp8_block", SWIGLU, {}),
 ]
@@ -150,6 +151,19 @@ def test_what_is_wrong_stays_on_triton(fault, scheme, activation, options, on):
         y = layer(*arguments)
         with tmoe.options(backend="triton"):
             assert fake.calls == [] and torch.equal(y, layer(*arguments))
+
+
+def test_scales_next_to_zero_are_out_of_a_kernels_way(on):
+    """Scales below 1e-10, which cutlass's FP8 blocks make NaN of, in every version."""
+    with on(capability=(9, 0), faults={"near_zero_scales_nan"}):
+        layer = Layer("fp8_block")
+        layer.weights[1].scale[0] = 1e-20
+        with tmoe.options(backend=CUTLASS):
+            layer.prepare(verify=True)
+            arguments = layer.tokens()
+            y = layer(*arguments)
+        with tmoe.options(backend="torch"):
+            assert relative_error(y, layer(*arguments)) < verify.BOUNDS["e4m3"]
 
 
 def test_a_flashinfer_that_breaks_on_import_is_a_reason(on):
