@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
+from .backends.flashinfer.signatures import BELOW
+from .backends.flashinfer.support import BLACKWELL, USES
 from .dispatch.known import MODELS, problem_of
 from .dispatch.measure import known_times
 from .dispatch.problem import Machine, Problem
@@ -23,9 +25,7 @@ from .routing import Routing
 
 # Minor versions that were built for each other.
 TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
-# Tested from, complete from, and below.
-FLASHINFER = (Version("0.6.12"), Version("0.6.18"), Version("0.8"))
-BLACKWELL = ((10, 0), (10, 3))  # capabilities
+FLASHINFER = Version("0.6.12")  # tested from
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,9 @@ def hints(versions: dict[str, str | None], machine: Machine) -> list[str]:
     if machine.interpreted and machine.device_type == "cuda":
         found.append("TRITON_INTERPRET=1 is set: kernels run on the CPU, slowly; unset it")
     flashinfer = versions["flashinfer"]
-    low, complete, high = FLASHINFER
+    low, high = FLASHINFER, Version(".".join(map(str, BELOW)))
+    floors = [use.entry.promoted_from for uses in USES.values() for use in uses.values()]
+    complete = max(map(Version, floors))
     if flashinfer is not None and not low <= Version(flashinfer) < high:
         found.append(f"FlashInfer {flashinfer} is outside the tested range >={low},<{high}")
     if machine.capability in BLACKWELL and flashinfer is None:

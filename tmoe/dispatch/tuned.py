@@ -32,7 +32,7 @@ class Tunable(Backend, Protocol):
 
     def variants(self, problem: Problem, run: Run) -> tuple[Variants, Variants]:
         """What is worth timing for a problem: a few settings, the usual one first, and many more.
-        `run` may be called to see what the call is like."""
+        `run` may be called to see what the call is like; none if that fails."""
 
     def tuned(self, problem: Problem, times: Mapping[str, float]) -> Tunable:
         """The backend with the best settings by these milliseconds; itself if none helps."""
@@ -85,10 +85,7 @@ def _search(problem: Problem, backend: Tunable, run: Run, asked: Tuning) -> bool
     if not hasattr(backend, "variants"):
         return False
     key = settings_key(problem, backend.name)
-    try:
-        few, more = backend.variants(problem, run)
-    except Exception:  # noqa: BLE001  it can't run the call at all, and `measure` will say so
-        return False
+    few, more = backend.variants(problem, run)
     before = known(problem.machine, key)
     if asked.quick:
         more = {}

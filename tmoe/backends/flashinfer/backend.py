@@ -76,7 +76,8 @@ class FlashInferBackend:
             scale = torch.as_tensor(experts.input_scale, dtype=torch.float32, device=device)
             scale = scale.flatten()[0].clone()  # the recipe has made sure that all are the same
         packs = support.packs_ids(use, problem.machine.flashinfer_version or "")
-        ready = Ready(use.entry.name, weights, len(experts.down_proj), scale, packs)
+        activation, num_local = Activation.of(experts.activation), len(experts.down_proj)
+        ready = Ready.of(use.entry.name, weights, activation, num_local, scale, packs)
         prepared.hold(self.name, problem, experts, ready, ready.tensors())
 
     def fused_experts(

@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...activation import Activation
 from ...dispatch.problem import ExpertsSpec
 from ...formats.compute import quantize_parts
 from ...formats.format import FLOAT32
@@ -47,9 +48,31 @@ class Ready:
 
     entry_point: str
     weights: Prepared
+    keywords: dict[str, Any]  # of every call
+    optional: dict[str, Any]  # the same, for functions that have them
     num_local: int  # experts
     input_scale: Tensor | None  # static, of the first projection's input
     packs_ids: bool  # ids and weights are passed as one tensor
+
+    @classmethod
+    def of(
+        cls, entry_point: str, weights: Prepared, activation: Activation, num_local: int,
+        input_scale: Tensor | None, packs_ids: bool,
+    ) -> Ready:  # fmt: skip
+        keywords = {
+            name: installed.member(ENUMS[name], value) if name in ENUMS else value
+            for name, value in weights.keywords().items()
+        }
+        # Functions that can't have these constants are called only where there are none.
+        constants = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+        optional = {name: keywords.pop(name) for name in constants if name in keywords}
+        optional["nvfp4_4over6"] = None  # else an environment variable would change the numbers
+        if not isinstance(weights, CutlassWeights):
+            optional["hidden_states_scale_layout"] = installed.member("SfLayout", "layout_linear")
+        type_of_activation = ACTIVATION_TYPES[activation.name]
+        keywords["activation_type"] = installed.member("ActivationType", type_of_activation)
+        keywords["tune_max_num_tokens"] = TUNE_MAX_TOKENS
+        return cls(entry_point, weights, keywords, optional, num_local, input_scale, packs_ids)
 
     def tensors(self) -> list[Tensor]:
         """All that is held for the layer."""
@@ -64,33 +87,20 @@ def call_experts(
     out: Tensor, *, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """x (T, H) in out's dtype -> `out` (T, H), written and returned."""
-    keywords = {
-        name: installed.member(ENUMS[name], value) if name in ENUMS else value
-        for name, value in ready.weights.keywords().items()
-    }
-    # Functions that can't have these constants are called only where there are none.
-    optional: dict[str, Any] = {
-        name: keywords.pop(name)
-        for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
-        if name in keywords
-    }
     # FP4's last step leaves out the columns that were filled up; others want all of them.
     width = ready.weights.sizes.padded_hidden
     truncates = width == out.shape[1] or ready.entry_point.startswith("trtllm_fp4")
-    optional["output"] = out if truncates else out.new_empty(len(out), width)
-    optional["nvfp4_4over6"] = None  # else an environment variable would change the numbers
-    x = F.pad(x, (0, ready.weights.sizes.padded_hidden - x.shape[1])).contiguous()
+    output = out if truncates else out.new_empty(len(out), width)
+    x = x.contiguous() if width == x.shape[1] else F.pad(x, (0, width - x.shape[1]))
     topk = topk_ids.int().contiguous(), topk_weights.float().contiguous()
-    type_of_activation = ACTIVATION_TYPES[spec.activation.name]
-    keywords["activation_type"] = installed.member("ActivationType", type_of_activation)
-    keywords["tune_max_num_tokens"] = TUNE_MAX_TOKENS
     if isinstance(ready.weights, CutlassWeights):
-        keywords |= _cutlass_keywords(ready, x, topk, spec)
+        keywords = ready.keywords | _cutlass_keywords(ready, x, topk, spec)
         keywords["use_fused_finalize"] = not deterministic  # it adds up with atomics
     else:
-        keywords |= _trtllm_keywords(ready, x, topk, spec)
-        optional["hidden_states_scale_layout"] = installed.member("SfLayout", "layout_linear")
-    result: Tensor = installed.call(ready.entry_point, keywords, optional)
+        keywords = ready.keywords | _trtllm_keywords(ready, x, topk, spec)
+    result: Tensor = installed.call(
+        ready.entry_point, keywords, ready.optional | {"output": output}
+    )
     return out if result.data_ptr() == out.data_ptr() else out.copy_(result[:, : out.shape[1]])
 
 

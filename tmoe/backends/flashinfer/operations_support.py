@@ -5,8 +5,8 @@ is for the comparison at the first use to say (`tmoe.dispatch.first_use`). From 
 0.7.4 we expect these to differ, and then Triton stays:
 
 * the router's sigmoid is 0.5 · tanh(x / 2) + 0.5, which is 0 below x = -17; and nvcc 13.0 makes an
-  instruction with an error of 2^-11 of that tanh, for -use_fast_math is on. Modelled on a CPU, that
-  changes experts or their order for 1.6 % of DeepSeek-V3's tokens;
+  instruction with an error of 2^-11 of that tanh, for -use_fast_math is on, which can change
+  experts or their order;
 * a quantiser's scale doesn't see a NaN, which becomes the largest code; a block whose scale is
   2^-127 becomes zeros; the MXFP8 one makes +448 of -Inf in 0.7.4.
 """
@@ -21,7 +21,7 @@ from packaging.version import Version
 from ...dispatch.problem import Problem
 from ...routing import RULES, RoutingMethod
 from .signatures import binds, known_version, signature
-from .support import BLACKWELL
+from .support import BLACKWELL, among
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,7 @@ def why_not(problem: Problem) -> str | None:
     can. Pure: nothing is imported, nothing of this machine is looked at."""
     machine = problem.machine
     if machine.capability not in BLACKWELL:
-        wanted = " or ".join("{}.{}".format(*c) for c in BLACKWELL)
-        got = "no GPU" if machine.capability is None else "{}.{}".format(*machine.capability)
-        return f"runs on compute capability {wanted}, got {got}"
+        return f"runs on {among(BLACKWELL, machine.capability)}"
     if machine.flashinfer_version is None:
         return "FlashInfer isn't installed"
     offered = {"route": _about_route, "quantize": _about_quantize, "grouped_gemm": _about_gemm}

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from ...activation import Activation
 from ...dispatch.problem import Problem
 from . import cutlass_weights, trtllm_weights
 from .calls import ACTIVATION_TYPES
-from .signatures import BELOW, binds, enum_members, signature
+from .signatures import binds, enum_members, known_version, signature
 
 Capabilities = tuple[tuple[int, int], ...]
 BLACKWELL: Capabilities = ((10, 0), (10, 3))
@@ -121,7 +121,7 @@ def why_not(backend: str, problem: Problem) -> str | None:
     uses, machine = USES[backend], problem.machine
     capabilities = sorted({c for use in uses.values() for c in use.capabilities})
     if machine.capability not in capabilities:
-        return f"runs on {_among(capabilities, machine.capability)}"
+        return f"runs on {among(capabilities, machine.capability)}"
     if machine.flashinfer_version is None:
         return "FlashInfer isn't installed"
     if problem.op != "fused_experts":
@@ -131,12 +131,13 @@ def why_not(backend: str, problem: Problem) -> str | None:
     if use is None:
         return f"has no kernels for {scheme}; it has {', '.join(uses)}"
     if machine.capability not in use.capabilities:
-        on = _among(use.capabilities, machine.capability)
+        on = among(use.capabilities, machine.capability)
         return f"{use.entry.name} runs {scheme} on {on}"
     return _about_version(use, problem) or _about_layer(use, problem) or _about_call(use, problem)
 
 
-def _among(capabilities: Iterable[tuple[int, int]], got: tuple[int, int] | None) -> str:
+def among(capabilities: Iterable[tuple[int, int]], got: tuple[int, int] | None) -> str:
+    """What is wanted of a device, and what came, as the end of a sentence."""
     wanted = " or ".join("{}.{}".format(*c) for c in capabilities)
     return f"compute capability {wanted}, got {'no GPU' if got is None else '{}.{}'.format(*got)}"
 
@@ -159,14 +160,9 @@ def keywords_of(use: Use, activation: Activation) -> tuple[str, ...]:
 
 
 def _about_version(use: Use, problem: Problem) -> str | None:
-    entry, installed = use.entry, problem.machine.flashinfer_version
-    try:
-        version = Version(installed or "")
-    except InvalidVersion:
-        return f"FlashInfer's version can't be read: {installed}"
-    if version.release >= BELOW:
-        below = ".".join(map(str, BELOW))
-        return f"knows FlashInfer below {below}, got {version}"
+    entry, version = use.entry, known_version(problem.machine.flashinfer_version or "")
+    if isinstance(version, str):
+        return version
     if version < Version(entry.promoted_from):
         since = f"{entry.promoted_from} mended {entry.mended}"
         return f"needs FlashInfer {entry.promoted_from} for {entry.name}, got {version}: {since}"
