@@ -93,13 +93,17 @@ class Layer:
             return self(*self.tokens(1))
 
 
-def said_of(layer, backend=TRTLLM):
-    """What explain says of a backend after a call of the layer."""
-    asked = problem.Problem(
+def problem_of(layer):
+    """What a call of the layer asks for, its weights not prepared."""
+    return problem.Problem(
         "fused_experts", T, H, I, E, layer.top_k, torch.bfloat16, Machine.of("cpu"),
         activation=layer.keywords["activation"], scheme=layer.scheme,
         has_bias=layer.keywords["down_bias"] is not None,
         weight_on_input=layer.keywords["weight_on_input"],
         has_static_scales=layer.keywords["input_scale"] is not None, window=layer.window,
     )  # fmt: skip
-    return next(c for c in tmoe.explain(asked).candidates if c.name == backend)
+
+
+def said_of(layer, backend=TRTLLM):
+    """What explain says of a backend after a call of the layer."""
+    return next(c for c in tmoe.explain(problem_of(layer)).candidates if c.name == backend)
