@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from bench.cases import num_inputs
-from bench.roofline import Work
-from tests.checking import assert_matches
-from tmoe.demo.shapes import random_inputs
+from tmoe.bench.cases import num_inputs
+from tmoe.bench.roofline import Work
+from tmoe.bench.reference import assert_matches
+from tmoe.bench.shapes import routed_inputs
 from tmoe.kernels.combine import combine, combine_ref
 from tmoe.kernels.sort import sort_ref
 
@@ -20,11 +20,11 @@ def triton_combine(rows, slot_to_row):
 IMPLEMENTATIONS = {"triton": triton_combine, "torch": combine_ref}
 
 
-def test_combine(measure, shape, tokens, backend, device, dtype):
+def test_combine(measure, shape, tokens, backend, routing, device, dtype):
     S, E, H = tokens * shape.top_k, shape.num_experts, shape.hidden
     inputs = []
-    for _ in range(num_inputs(tokens)):
-        _, _, topk_ids = random_inputs(shape, tokens, device, dtype)
+    for seed in range(num_inputs(tokens)):
+        _, _, topk_ids = routed_inputs(shape, tokens, device, dtype, routing, seed)
         _, _, slot_to_row = sort_ref(topk_ids, num_experts=E)
         inputs.append((torch.randn(S, H, device=device).to(dtype), slot_to_row))
 
@@ -33,4 +33,4 @@ def test_combine(measure, shape, tokens, backend, device, dtype):
         assert_matches(got, truth, truth.to(dtype))
 
     work = Work(S * H, dtype.itemsize * (S + tokens) * H + 4 * S)
-    measure(IMPLEMENTATIONS[backend], inputs, check, work)
+    measure(IMPLEMENTATIONS[backend], inputs, check, work, routing=routing)

@@ -6,21 +6,23 @@ import pytest
 import torch
 
 import tmoe
-from bench.cases import num_inputs, some_rows, with_backend
-from bench.roofline import Work
-from tests.checking import assert_matches
-from tmoe.demo.shapes import random_inputs
+from tmoe.bench.cases import num_inputs, with_backend
+from tmoe.bench.roofline import Work
+from tmoe.bench.reference import assert_matches, some_rows
+from tmoe.bench.shapes import routed_inputs
 
 IMPLEMENTATIONS = {name: with_backend(tmoe.grouped_gemm, name) for name in ("triton", "torch")}
 
 
 @pytest.mark.parametrize("projection", ["gate_up", "down"])
-def test_grouped_gemm(measure, weights, shape, tokens, backend, device, dtype, projection):
+def test_grouped_gemm(
+    measure, weights, shape, tokens, backend, routing, device, dtype, projection
+):
     b = weights[("gate_up", "down").index(projection)]
     S, (E, N, D) = tokens * shape.top_k, b.shape
     inputs = []
-    for _ in range(num_inputs(tokens)):
-        _, _, topk_ids = random_inputs(shape, tokens, device, dtype)
+    for seed in range(num_inputs(tokens)):
+        _, _, topk_ids = routed_inputs(shape, tokens, device, dtype, routing, seed)
         counts = topk_ids.flatten().bincount(minlength=E)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         inputs.append((torch.randn(S, D, device=device).to(dtype), offsets))
@@ -38,4 +40,4 @@ def test_grouped_gemm(measure, weights, shape, tokens, backend, device, dtype, p
 
     touched = sum((offsets.diff() > 0).sum().item() for _, offsets in inputs) / len(inputs)
     work = Work(2 * S * N * D, dtype.itemsize * (touched * N * D + S * (N + D)))
-    measure(grouped_gemm, inputs, check, work, projection=projection)
+    measure(grouped_gemm, inputs, check, work, projection=projection, routing=routing)

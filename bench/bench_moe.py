@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 
 import tmoe
-from bench.cases import check_experts, num_inputs, num_touched, with_backend
-from bench.roofline import experts_work
-from bench.shapes import routing_of
+from tmoe.bench.cases import num_inputs, num_touched, with_backend
+from tmoe.bench.reference import check_experts
+from tmoe.bench.roofline import experts_work
+from tmoe.bench.shapes import routing_of
 from tmoe.kernels.route_ref import route_ref
 
 IMPLEMENTATIONS = {name: with_backend(tmoe.moe, name) for name in ("triton", "torch")}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tmoe
-from bench.cases import num_inputs, with_backend
-from bench.roofline import Work
+from tmoe.bench.cases import num_inputs, with_backend
+from tmoe.bench.roofline import Work
 
 FORMATS = {
     "fp8_tensor static": ("fp8_tensor", {"scale": 0.01}),

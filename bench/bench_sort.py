@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bench.cases import num_inputs
-from bench.roofline import Work
-from tmoe.demo.shapes import random_inputs
+from tmoe.bench.cases import num_inputs
+from tmoe.bench.roofline import Work
+from tmoe.bench.shapes import routed_inputs
 from tmoe.kernels.sort import sort_ref, sort_tokens
 from tmoe.kernels.tiles import choose_tiles
 
@@ -33,9 +33,10 @@ def torch_sort(shape, topk_ids, dtype):
 IMPLEMENTATIONS = {"triton": triton_sort, "torch": torch_sort}
 
 
-def test_sort(measure, shape, tokens, backend, device, dtype):
+def test_sort(measure, shape, tokens, backend, routing, device, dtype):
     inputs = [
-        (random_inputs(shape, tokens, device, dtype)[2].int(),) for _ in range(num_inputs(tokens))
+        (routed_inputs(shape, tokens, device, dtype, routing, seed)[2],)
+        for seed in range(num_inputs(tokens))
     ]
 
     def sort(topk_ids):
@@ -46,4 +47,4 @@ def test_sort(measure, shape, tokens, backend, device, dtype):
         assert all(torch.equal(a.int(), b) for a, b in zip(got, wanted, strict=True))
 
     moved = 4 * (3 * tokens * shape.top_k + shape.num_experts + 1)  # ids; the two maps, offsets
-    measure(sort, inputs, check, Work(0, moved))
+    measure(sort, inputs, check, Work(0, moved), routing=routing)

@@ -6,32 +6,33 @@ import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import tmoe
-from bench.peers import PEERS
-from bench.roofline import Work, device_name, matmul_tflops, roof_of
-from bench.shapes import CPU_TOKENS, GPU_SHAPES, GPU_TOKENS, SHAPES, TINY
-from bench.timing import DeviceTimer, time_on_cpu, time_on_gpu
+from tmoe.bench.cases import OURS, Case
+from tmoe.bench.machine import machine_info
+from tmoe.bench.peers import PEERS, Missing
+from tmoe.bench.roofline import Work, matmul_tflops
+from tmoe.bench.shapes import (
+    ALL_TOKENS,
+    CPU_TOKENS,
+    GPU_SHAPES,
+    GPU_TOKENS,
+    ROUTINGS,
+    SHAPES,
+    TINY,
+)
+from tmoe.bench.timing import ROUNDS, DeviceTimer, one_call_at_a_time, round_on_gpu
 from tmoe.demo.shapes import MoEShape, random_weights
-from tmoe.doctor import diagnose
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 PAUSE_SECONDS = 0.3  # between cases, so that one doesn't inherit the heat of the one before
-
-MACHINE = diagnose()
-VERSIONS = {name: found for name, found in MACHINE.versions.items() if found}
-VERSIONS |= {"tmoe": tmoe.__version__}
-if importlib.util.find_spec("vllm"):
-    VERSIONS["vllm"] = version("vllm")
+MACHINE = machine_info(DEVICE)
 
 if importlib.util.find_spec("triton") is None:  # these time a kernel that has no public function
     collect_ignore = ["bench_sort.py", "bench_combine.py"]
@@ -45,13 +46,19 @@ def pytest_addoption(parser):
         "--shapes",
         type=_shapes,
         default=GPU_SHAPES if HAS_GPU else (TINY,),
-        help=f"some of {','.join(SHAPES)}",
+        help=f"all, or some of {','.join(SHAPES)}",
     )
     group.addoption(
         "--tokens",
         type=_tokens,
         default=GPU_TOKENS if HAS_GPU else CPU_TOKENS,
-        help="numbers of tokens: 1,16",
+        help="numbers of tokens: 1,16; or all",
+    )
+    group.addoption(
+        "--routing",
+        type=_routings,
+        default=["random"],
+        help=f"how tokens choose their experts: some of {','.join(ROUTINGS)}",
     )
     group.addoption(
         "--backends",
@@ -62,11 +69,15 @@ def pytest_addoption(parser):
 
 
 def _shapes(text: str) -> list[MoEShape]:
-    return [SHAPES[name] for name in _names(text, SHAPES)]
+    return [*SHAPES.values()] if text == "all" else [SHAPES[name] for name in _names(text, SHAPES)]
 
 
 def _backends(text: str) -> list[str]:
-    return _names(text, ("triton", "torch", *PEERS))
+    return _names(text, (*OURS, *PEERS))
+
+
+def _routings(text: str) -> list[str]:
+    return _names(text, ROUTINGS)
 
 
 def _names(text: str, known: Iterable[str]) -> list[str]:
@@ -78,6 +89,8 @@ def _names(text: str, known: Iterable[str]) -> list[str]:
 
 
 def _tokens(text: str) -> list[int]:
+    if text == "all":
+        return [*ALL_TOKENS]
     numbers = text.split(",")
     if not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise argparse.ArgumentTypeError(f"must be numbers from 1 on, as in 1,16; got {text}")
@@ -90,11 +103,13 @@ def pytest_generate_tests(metafunc):
     cases = {
         "shape": metafunc.config.getoption("shapes"),
         "tokens": metafunc.config.getoption("tokens"),
+        "routing": metafunc.config.getoption("routing"),
         "backend": [name for name in asked if name in metafunc.module.IMPLEMENTATIONS],
     }
     for name, values in cases.items():
-        ids = [getattr(value, "name", str(value)) for value in values]
-        metafunc.parametrize(name, values, ids=ids, scope="module")
+        if name in metafunc.fixturenames:
+            ids = [getattr(value, "name", str(value)) for value in values]
+            metafunc.parametrize(name, values, ids=ids, scope="module")
 
 
 def pytest_sessionstart(session):
@@ -104,9 +119,7 @@ def pytest_sessionstart(session):
 def pytest_benchmark_update_machine_info(config, machine_info):
     if matmul_at_start not in config.stash:  # --benchmark-compare asks before the session starts
         return
-    machine_info["device"] = device_name(DEVICE)
-    machine_info["driver"] = MACHINE.driver
-    machine_info["versions"] = VERSIONS
+    machine_info.update(MACHINE)
     machine_info["matmul_tflops_at_start"] = config.stash[matmul_at_start]
     machine_info["matmul_tflops_at_end"] = matmul_tflops(DEVICE, DTYPE)
 
@@ -143,11 +156,41 @@ def timer(request) -> DeviceTimer:
 
 
 @pytest.fixture
-def measure(request, timer, benchmark, shape: MoEShape, tokens: int, backend: str):
-    """`measure(call, inputs, check, work, **labels)`: check `call` on all inputs, then time it.
+def measure_case(timer, benchmark):
+    """`measure_case(make, *args, **kwargs)`: check the `Case` that `make` returns, then time it.
 
-    `check(result, *input)` raises if the result is wrong; nothing wrong is ever timed. `multiplies`
-    is the dtype whose roof counts.
+    A result that is wrong fails and is never timed; a peer that is missing is skipped.
+    """
+
+    def run(make: Callable[..., Case], *args: Any, **kwargs: Any) -> None:
+        try:
+            case = make(*args, **kwargs)
+        except Missing as reason:
+            pytest.skip(str(reason))
+        case.verify()
+        benchmark.group = case.group
+        if HAS_GPU:
+            time.sleep(PAUSE_SECONDS)
+            one = round_on_gpu(case.calls)
+            timer.calls = one.calls
+            benchmark.pedantic(one.run, setup=one.before, rounds=ROUNDS, warmup_rounds=1)
+        else:
+            one, calls = one_call_at_a_time(case.calls), len(case.inputs)
+            benchmark.pedantic(one, rounds=ROUNDS, iterations=calls, warmup_rounds=1)
+        if benchmark.stats is None:  # --benchmark-disable: the checks were all that was wanted
+            return
+        info = case.info(benchmark.stats.stats.data)
+        benchmark.extra_info.update(info, versions=MACHINE["versions"])
+
+    return run
+
+
+@pytest.fixture
+def measure(request, measure_case, shape: MoEShape, tokens: int, backend: str):
+    """`measure(call, inputs, check, work, **labels)`: the same for a call of the file's operation.
+
+    `check(result, *input)` raises if the result is wrong. `multiplies` is the dtype whose roof
+    counts.
     """
     operation = request.path.stem.removeprefix("bench_")
 
@@ -159,33 +202,9 @@ def measure(request, timer, benchmark, shape: MoEShape, tokens: int, backend: st
         multiplies: torch.dtype = DTYPE,
         **labels: str,
     ) -> None:
-        for tensors in inputs:
-            check(call(*tensors), *tensors)
-        benchmark.group = " ".join([operation, *labels.values(), shape.name, f"T={tokens}"])
-        calls = [partial(call, *tensors) for tensors in inputs]
-        if HAS_GPU:
-            time.sleep(PAUSE_SECONDS)
-            time_on_gpu(benchmark, timer, calls)
-        else:
-            time_on_cpu(benchmark, calls)
-        if benchmark.stats is None:  # --benchmark-disable: the checks were all that was wanted
-            return
-        us, roof = 1e6 * benchmark.stats.stats.median, roof_of(DEVICE, multiplies)
-        benchmark.extra_info.update(
-            operation=operation,
-            **labels,
-            shape=shape.name,
-            tokens=tokens,
-            backend=backend,
-            dtype=str(DTYPE).removeprefix("torch."),
-            us=us,
-            tflops=work.flops / (1e6 * us),
-            gbs=work.bytes / (1e3 * us),
-            floor_us=work.floor_us(roof),
-            percent_of_floor=100 * work.floor_us(roof) / us,
-            roof=f"{roof.tflops:.3g} TFLOP/s, {roof.gbs:.4g} GB/s, {roof.source}",
-            device=device_name(DEVICE),
-            versions=VERSIONS,
-        )
+        measure_case(
+            Case, operation, shape, tokens, backend, DTYPE, DEVICE, call, inputs, check, work,
+            multiplies, labels,
+        )  # fmt: skip
 
     return run

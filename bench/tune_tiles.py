@@ -26,11 +26,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 import tmoe
-from bench.cases import check_experts, check_quantized_experts, num_inputs, with_backend
-from bench.shapes import GPU_SHAPES, GPU_TOKENS, SHAPES
+from tmoe.bench.cases import num_inputs, with_backend
+from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, SHAPES, routed_inputs
 from bench.tile_candidates import candidates
-from tests.reference import quantized
-from tmoe.demo.shapes import MoEShape, random_inputs, random_weights
+from tmoe.bench.reference import check_experts, check_quantized_experts, quantized
+from tmoe.demo.shapes import MoEShape, random_weights
 from tmoe.demo.timing import median_ms
 from tmoe.formats import SCHEMES
 from tmoe.kernels.tiles import LayerTiles, Tile
@@ -82,7 +82,8 @@ def tune(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     is_quantized = scheme != "bf16"
     inputs = [
-        random_inputs(shape, num_tokens, device, dtype) for _ in range(num_inputs(num_tokens))
+        routed_inputs(shape, num_tokens, device, dtype, seed=seed)
+        for seed in range(num_inputs(num_tokens))
     ]
     experts = with_backend(tmoe.fused_experts, "triton")
     layer = partial(experts, scheme=scheme) if is_quantized else experts

@@ -11,9 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tmoe
-from tmoe.formats import SCHEMES
-from tmoe.formats.recipe import Recipe
+from tmoe.bench.reference import (
+    quantized,
+    quantized_experts_ref,
+    rounded,
+    some_quantized_tokens_ref,
+)
+
+__all__ = [
+    "activation_ref",
+    "fused_experts_ref",
+    "grouped_gemm_ref",
+    "quantized",
+    "quantized_experts_ref",
+    "rounded",
+    "some_quantized_tokens_ref",
+]
 
 
 def activation_ref(
@@ -109,70 +122,3 @@ def grouped_gemm_ref(
         row = b[owners[0]].to(dtype) @ a[s].to(dtype)
         out.append(row if bias is None else row + bias[owners[0]].to(dtype))
     return torch.stack(out) if out else torch.zeros(0, b.shape[1], dtype=dtype, device=a.device)
-
-
-def rounded(x: Tensor, recipe: Recipe | None, scale: Tensor | None = None) -> Tensor:
-    """x (S, D) as the reference quantiser has it, in fp64."""
-    if recipe is None:
-        return x.double()
-    given = {} if scale is None else {_scale_of(recipe): scale}
-    with tmoe.options(backend="torch"):
-        return quantized(x.float(), recipe, **given).dequantize().double()
-
-
-def quantized(x: Tensor, recipe: Recipe, **given: Tensor) -> tmoe.QuantizedTensor:
-    return tmoe.quantize(x, recipe.format.name, block_shape=recipe.block_shape, **given)
-
-
-def _scale_of(recipe: Recipe) -> str:
-    """Which keyword of `tmoe.quantize` takes a static scale."""
-    return "global_scale" if recipe.format.has_global_scale else "scale"
-
-
-def quantized_experts_ref(
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    scheme: str,
-    *,
-    input_scale: Tensor | None = None,
-    hidden_scale: Tensor | None = None,
-    weight_on_input: bool = False,
-) -> Tensor:
-    """A SwiGLU layer of dequantised weights, (T, H) in fp64, whose rows are rounded where the
-    scheme says. All slots at once, so that a scale of the whole matrix sees what it should."""
-    recipe = SCHEMES[scheme].inputs
-    (T, K), weights = topk_ids.shape, topk_weights.double()
-    rows = x.double().repeat_interleave(K, 0)
-    if weight_on_input:
-        rows = rows * weights.reshape(-1, 1)
-    e = topk_ids.flatten()
-    rows = rounded(rows, recipe, input_scale)
-    gate, up = torch.einsum("sd,snd->sn", rows, gate_up_proj.double()[e]).chunk(2, -1)
-    rows = rounded(gate * gate.sigmoid() * up, recipe, hidden_scale)
-    y = torch.einsum("sd,snd->sn", rows, down_proj.double()[e]).view(T, K, -1)
-    return y.sum(1) if weight_on_input else (y * weights.unsqueeze(-1)).sum(1)
-
-
-def some_quantized_tokens_ref(
-    some: Tensor,
-    x: Tensor,
-    gate_up_proj: tmoe.QuantizedTensor,
-    down_proj: tmoe.QuantizedTensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    scheme: str,
-    **scales: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Tokens `some` of a large layer: by `quantized_experts_ref`, and by torch on dequantised
-    weights in the dtype of x. Experts that they don't use stay quantised."""
-    used, ids = topk_ids[some].unique(return_inverse=True)
-    gate_up, down = (
-        torch.stack([weight[e].dequantize() for e in used.tolist()])
-        for weight in (gate_up_proj, down_proj)
-    )
-    layer = (x[some], gate_up, down, topk_weights[some], ids)
-    truth = quantized_experts_ref(*layer, scheme, **scales)
-    return truth, fused_experts_ref(*layer, dtype=x.dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import tune_tiles
-from bench.shapes import GPU_SHAPES, GPU_TOKENS, TINY
+from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, TINY
 from bench.tile_candidates import candidates
 from tests.reference import quantized
 from tmoe.demo.shapes import random_weights

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.shapes import SHAPES
 from tests.aot.targets import TARGETS
+from tmoe.bench.shapes import SHAPES
 from tmoe.dispatch.known import GPUS, MODELS, machine_with, model_layer, problem_of
 from tmoe.dispatch.resolve import resolve
 from tmoe.formats import SCHEMES

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tmoe
-from bench.shapes import SHAPES
 from tests.reference import quantized
 from tmoe.backends.flashinfer.support import STATIC, USES, why_not
+from tmoe.bench.shapes import SHAPES
 from tmoe.demo.shapes import random_inputs, random_weights
 from tmoe.dispatch import verify
 from tmoe.dispatch.known import model_layer, problem_of

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import expect
+from ..dispatch.known import model_layer
+
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
@@ -19,12 +22,28 @@ class MoEShape:
     intermediate: int  # I
 
 
+def layer_shape(model: str, *, tp: int = 1, ep: int = 1) -> MoEShape:
+    """The layer of a model in `MODELS`, or what one of several GPUs holds of it: `tp` cut every
+    expert into slices, `ep` divide the experts. Raises ``ValueError`` where that leaves a rest."""
+    layer = model_layer(model)
+    for name, ranks, what, size in (
+        ("tp", tp, "intermediate", layer.intermediate),
+        ("ep", ep, "num_experts", layer.num_experts),
+    ):
+        ok = ranks >= 1 and size % ranks == 0
+        expect(ok, "layer_shape", name, f"a divisor of {what}={size}", ranks)
+    ranks = "".join(f"-{name}{n}" for name, n in (("tp", tp), ("ep", ep)) if n > 1)
+    return MoEShape(
+        model + ranks, layer.num_experts // ep, layer.top_k, layer.hidden, layer.intermediate // tp
+    )
+
+
 MODEL_SHAPES = (
-    MoEShape("mixtral-8x7b", 8, 2, 4096, 14336),
-    MoEShape("qwen3-30b-a3b", 128, 8, 2048, 768),
-    MoEShape("deepseek-v3-ep8", 32, 8, 7168, 2048),  # 256 experts spread over 8 GPUs
-    MoEShape("llama4-scout", 16, 1, 5120, 8192),
-    MoEShape("gpt-oss-120b", 128, 4, 2880, 2880),
+    layer_shape("mixtral-8x7b"),
+    layer_shape("qwen3-30b-a3b"),
+    layer_shape("deepseek-v3", ep=8),  # 256 experts spread over 8 GPUs
+    layer_shape("llama4-scout"),
+    layer_shape("gpt-oss-120b"),
 )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,27 @@ def experts_fp64(
     topk_weights: Tensor,  # (T, K)
     topk_ids: Tensor,  # (T, K)
 ) -> Tensor:
-    """A SwiGLU expert layer, one (token, slot) after another in fp64: (T, H). For few tokens."""
-    out = torch.zeros_like(x, dtype=torch.float64)
+    """`experts_in` fp64."""
+    return experts_in(torch.float64, x, gate_up_proj, down_proj, topk_weights, topk_ids)
+
+
+def experts_in(
+    dtype: torch.dtype,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    weight_on_input: bool = False,
+) -> Tensor:
+    """A SwiGLU expert layer, one (token, slot) after another in `dtype`: (T, H). For few tokens."""
+    out = torch.zeros_like(x, dtype=dtype)
     for t, ids in enumerate(topk_ids.tolist()):
         for k, expert in enumerate(ids):
-            gate, up = (gate_up_proj[expert].double() @ x[t].double()).chunk(2)
-            hidden = F.silu(gate) * up
-            out[t] += topk_weights[t, k].double() * (down_proj[expert].double() @ hidden)
+            weight, row = topk_weights[t, k].to(dtype), x[t].to(dtype)
+            row = weight * row if weight_on_input else row
+            gate, up = (gate_up_proj[expert].to(dtype) @ row).chunk(2)
+            row = down_proj[expert].to(dtype) @ (gate / (1 + torch.exp(-gate)) * up)
+            out[t] += row if weight_on_input else weight * row
     return out

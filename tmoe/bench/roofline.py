@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from tmoe.demo.shapes import MoEShape
-from tmoe.demo.timing import median_ms
+from ..demo.shapes import MoEShape
+from ..demo.timing import median_ms
 
 
 @dataclass(frozen=True, slots=True)
