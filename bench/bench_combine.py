@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tmoe.bench.cases import num_inputs
-from tmoe.bench.roofline import Work
 from tmoe.bench.reference import assert_matches
+from tmoe.bench.roofline import Work
 from tmoe.bench.shapes import routed_inputs
 from tmoe.kernels.combine import combine, combine_ref
 from tmoe.kernels.sort import sort_ref

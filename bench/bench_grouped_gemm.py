@@ -7,17 +7,15 @@ import torch
 
 import tmoe
 from tmoe.bench.cases import num_inputs, with_backend
-from tmoe.bench.roofline import Work
 from tmoe.bench.reference import assert_matches, some_rows
+from tmoe.bench.roofline import Work
 from tmoe.bench.shapes import routed_inputs
 
 IMPLEMENTATIONS = {name: with_backend(tmoe.grouped_gemm, name) for name in ("triton", "torch")}
 
 
 @pytest.mark.parametrize("projection", ["gate_up", "down"])
-def test_grouped_gemm(
-    measure, weights, shape, tokens, backend, routing, device, dtype, projection
-):
+def test_grouped_gemm(measure, weights, shape, tokens, backend, routing, device, dtype, projection):
     b = weights[("gate_up", "down").index(projection)]
     S, (E, N, D) = tokens * shape.top_k, b.shape
     inputs = []

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import tmoe
 from tmoe.bench.cases import num_inputs, with_backend
+from tmoe.bench.reference import assert_matches
 from tmoe.bench.roofline import Work
 from tmoe.bench.shapes import routing_of
-from tmoe.bench.reference import assert_matches
 from tmoe.kernels.route_ref import route_ref
 from tmoe.ops import router
 

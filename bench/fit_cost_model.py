@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tmoe.bench.cost_model import FITTED, Fit, Layer, as_json, predict_with
 from tmoe.bench.cases import multiplies_fp8
+from tmoe.bench.cost_model import FITTED, Fit, Layer, as_json, predict_with
 from tmoe.bench.roofline import ROOFS, Roof
 from tmoe.bench.shapes import SHAPES
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 import tmoe
-from tmoe.bench.cases import num_inputs, with_backend
-from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, SHAPES, routed_inputs
 from bench.tile_candidates import candidates
+from tmoe.bench.cases import num_inputs, with_backend
 from tmoe.bench.reference import check_experts, check_quantized_experts, quantized
+from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, SHAPES, routed_inputs
 from tmoe.demo.shapes import MoEShape, random_weights
 from tmoe.demo.timing import median_ms
 from tmoe.formats import SCHEMES

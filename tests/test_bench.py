@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.roofline import ROOFS, Roof, Work, experts_work
+from bench.shapes import GPU_SHAPES, SHAPES, TINY, routing_of
 
 from bench import compare
 from bench.dispatch_overhead import overheads
-from bench.roofline import ROOFS, Roof, Work, experts_work
-from bench.shapes import GPU_SHAPES, SHAPES, TINY, routing_of
 from tmoe.formats import SCHEMES
 
 ROOT = Path(__file__).parents[1]

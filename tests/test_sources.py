@@ -36,7 +36,8 @@ ROOMS = {
     "doctor": ("*",),
     "demo": ("*",),
     "tune": ("*", "demo"),
-    "cli": ("*", "doctor", "demo", "tune"),
+    "bench": ("*", "doctor", "demo", "tune"),
+    "cli": ("*", "doctor", "demo", "tune", "bench"),
     "__main__": ("cli",),
 }
 PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms
@@ -44,7 +45,9 @@ PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms
 # Packages that a plain install may lack, and the only rooms that import them.
 OPTIONAL = {
     "flashinfer": ("backends",),
-    "matplotlib": ("demo", "formats"),
+    "jinja2": ("bench",),
+    "markupsafe": ("bench",),
+    "matplotlib": ("demo", "formats", "bench"),
     "transformers": ("demo", "integrations"),
 }
 

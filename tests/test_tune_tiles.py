@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bench import tune_tiles
-from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, TINY
 from bench.tile_candidates import candidates
 from tests.reference import quantized
+from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, TINY
 from tmoe.demo.shapes import random_weights
 from tmoe.formats import SCHEMES
 from tmoe.kernels import grouped_gemm as gemm

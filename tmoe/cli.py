@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .bench.command import app as bench
+
 if TYPE_CHECKING:
     from .dispatch.known import Layer
 
@@ -22,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(bench, name="bench")
 
 
 class DType(str, Enum):

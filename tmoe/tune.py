@@ -121,28 +121,29 @@ def _tuned_tiles(problem: Problem) -> Iterator[TunedTiles]:
 _SHAPE = re.compile(r"([EKHI])=([1-9]\d{0,8})", re.ASCII)
 
 
-def parse_layer(text: str, activation: str | None = None) -> Layer:
+def parse_layer(text: str, activation: str | None = None, *, op: str = "tune") -> Layer:
     """A model of `MODELS`, or "E=8,K=2,H=4096,I=14336": experts, experts per token, hidden size,
-    and the intermediate size of an expert. Raises ``ValueError`` for anything else."""
+    and the intermediate size of an expert. Raises ``ValueError`` for anything else, and names `op`
+    in it."""
     if "=" in text:
         parts = [_SHAPE.fullmatch(part.strip()) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part is not None}
         wanted = "of the form E=8,K=2,H=4096,I=14336"
-        expect(len(parts) == len(sizes) == 4, "tune", "MODEL_OR_SHAPE", wanted, repr(text))
-        expect(sizes["K"] <= sizes["E"], "tune", "K", f"at most E = {sizes['E']}", sizes["K"])
+        expect(len(parts) == len(sizes) == 4, op, "MODEL_OR_SHAPE", wanted, repr(text))
+        expect(sizes["K"] <= sizes["E"], op, "K", f"at most E = {sizes['E']}", sizes["K"])
         layer = Layer(sizes["E"], sizes["K"], sizes["H"], sizes["I"])
     else:
         wanted = f"one of {', '.join(MODELS)}, or E=8,K=2,H=4096,I=14336 with sizes of yours"
-        expect(text in MODELS, "tune", "MODEL_OR_SHAPE", wanted, repr(text))
+        expect(text in MODELS, op, "MODEL_OR_SHAPE", wanted, repr(text))
         layer = model_layer(text)
     return layer if activation is None else replace(layer, activation=Activation.of(activation))
 
 
-def parse_tokens(text: str) -> list[int]:
+def parse_tokens(text: str, *, op: str = "tune") -> list[int]:
     """ "1,16,128" as numbers. Raises ``ValueError`` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     ok = all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts)
-    expect(ok, "tune", "--tokens", "positive numbers with commas between them", repr(text))
+    expect(ok, op, "--tokens", "positive numbers with commas between them", repr(text))
     return [int(part) for part in parts]
 
 

@@ -101,14 +101,16 @@ def prepared_weights(
     weights: Sequence[Tensor], scheme: str
 ) -> Sequence[Tensor | tmoe.QuantizedTensor]:
     """A layer's weights as `scheme` has them; "bf16" leaves them as they are."""
-    return weights if scheme == "bf16" else [quantized(w, SCHEMES[scheme].weights[0]) for w in weights]
+    if scheme == "bf16":
+        return weights
+    return [quantized(w, SCHEMES[scheme].weights[0]) for w in weights]
 
 
 def experts_case(
     shape: MoEShape,
     tokens: int,
     backend: str,
-    weights: Sequence[Tensor | tmoe.QuantizedTensor],
+    weights: Sequence[Any],
     *,
     scheme: str = "bf16",
     routing: str = "random",
@@ -121,7 +123,8 @@ def experts_case(
     a peer that isn't installed or hasn't this scheme.
     """
     inputs = [
-        routed_inputs(shape, tokens, device, dtype, routing, seed) for seed in range(num_inputs(tokens))
+        routed_inputs(shape, tokens, device, dtype, routing, seed)
+        for seed in range(num_inputs(tokens))
     ]
     touched = num_touched([ids for _, _, ids in inputs])
     plain = scheme == "bf16"
@@ -131,7 +134,8 @@ def experts_case(
         scales = {"input_scale": scale, "hidden_scale": scale}
 
     def check(got: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-        layer = (x, *weights, topk_weights, topk_ids)
+        gate_up_proj, down_proj = weights
+        layer = (x, gate_up_proj, down_proj, topk_weights, topk_ids)
         if plain:
             check_experts(got, *layer)
         else:
@@ -162,12 +166,13 @@ def multiplies_fp8(scheme: str) -> bool:
 
 def _layer(
     backend: str,
-    weights: Sequence[Tensor | tmoe.QuantizedTensor],
+    weights: Sequence[Any],
     scheme: str,
     scales: Mapping[str, Tensor],
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if backend in PEERS:
-        return PEERS[backend].layer(*weights, scheme=scheme)
+        gate_up_proj, down_proj = weights
+        return PEERS[backend].layer(gate_up_proj, down_proj, scheme)
     options = {} if scheme == "bf16" else {"scheme": scheme, **scales}
     layer = with_backend(tmoe.fused_experts, backend)
     return lambda x, topk_weights, topk_ids: layer(x, *weights, topk_weights, topk_ids, **options)

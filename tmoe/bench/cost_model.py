@@ -23,6 +23,7 @@ What ranks send one another isn't counted.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -78,9 +79,15 @@ class Layer:
 
     @property
     def load(self) -> Load:
-        """Of the busiest rank: experts are dealt out by popularity, one to each in turn."""
-        all_chances = chances(self.shape.num_experts, self.shape.top_k, self.routing)
-        return Load.of(all_chances[:: self.ep], self.tokens, even=self.routing == "balanced")
+        """Of the busiest rank. Experts are dealt out by popularity, one to each rank in turn, and
+        of `ep` ranks with m rows on average the busiest has about m + sqrt(2 m ln ep)."""
+        even = self.routing == "balanced"
+        here = chances(self.shape.num_experts, self.shape.top_k, self.routing)[:: self.ep]
+        if not even:
+            mean = self.tokens * sum(here)
+            more = 1 + math.sqrt(2 * math.log(self.ep) / mean)
+            here = [min(1.0, more * chance) for chance in here]
+        return Load.of(here, self.tokens, even=even)
 
 
 def predict(
@@ -143,7 +150,9 @@ def work_of(layer: Layer) -> Work:
         num_experts=shape.num_experts // layer.ep,
         intermediate=shape.intermediate // layer.tp,
     )
-    moved = 3 * here.num_experts * here.hidden * here.intermediate * weight_bytes(shape, layer.scheme)
+    moved = (
+        3 * here.num_experts * here.hidden * here.intermediate * weight_bytes(shape, layer.scheme)
+    )
     tokens = min(layer.tokens, load.rows)
     work = experts_work(here, layer.tokens, load.touched, 2, moved)
     flops = work.flops * load.rows / (layer.tokens * shape.top_k)

@@ -51,9 +51,12 @@ def _tile_height(rows_per_expert: float) -> int:
 
 
 def chances(num_experts: int, top_k: int, routing: str = "random") -> list[float]:
-    """q_e of every expert, the most popular first. Raises ``ValueError`` for no name of `ROUTINGS`."""
+    """q_e of every expert, the most popular first. Raises ``ValueError`` for a routing that
+    `ROUTINGS` lacks."""
     E, K = num_experts, top_k
-    expect(routing in ROUTINGS, "chances", "routing", f"one of {', '.join(ROUTINGS)}", repr(routing))
+    expect(
+        routing in ROUTINGS, "chances", "routing", f"one of {', '.join(ROUTINGS)}", repr(routing)
+    )
     if routing == "one_expert":
         return [1.0] + [(K - 1) / (E - 1)] * (E - 1) if E > 1 else [1.0]
     if routing == "zipf":

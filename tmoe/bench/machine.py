@@ -22,9 +22,10 @@ def machine_info(device: torch.device) -> dict[str, Any]:
     versions = {name: version for name, version in found.versions.items() if version}
     versions["tmoe"] = tmoe.__version__
     for peer in PEERS.values():
-        version = None if peer.package is None else installed_version(peer.package)
+        package = peer.package or "torch"
+        version = installed_version(package)
         if version is not None:
-            versions.setdefault(peer.package.removesuffix("-python"), version)
+            versions.setdefault(package.removesuffix("-python"), version)
     info = {"device": device_name(device), "driver": found.driver, "versions": versions}
     return info | {"commit": commit(), "kernels_hash": kernels_hash()}
 
@@ -35,7 +36,16 @@ def commit() -> str | None:
     root = Path(tmoe.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty",
+        "--exclude=*",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except OSError:

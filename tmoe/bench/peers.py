@@ -104,7 +104,9 @@ def _triton_kernels(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Lay
     gate, up = gate_up_proj.chunk(2, dim=1)
     interleaved = torch.stack((gate, up), dim=2).view(E, rows, H)
     minus_one = gate_up_proj.new_tensor([0, -1], dtype=torch.float32).repeat(E, rows // 2)
-    activation = ogs.FusedActivation(ogs.FnSpecs("swiglu", swiglu, ("alpha", "limit")), (1.0, None), 2)
+    activation = ogs.FusedActivation(
+        ogs.FnSpecs("swiglu", swiglu, ("alpha", "limit")), (1.0, None), 2
+    )
     first, second = interleaved.transpose(1, 2), down_proj.transpose(1, 2)
 
     def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -158,11 +160,15 @@ def _flashinfer_cutlass(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) ->
 
 
 _PEERS = (
-    Peer("grouped_mm", "transformers' experts on torch's grouped GEMM", "transformers", _grouped_mm),
+    Peer(
+        "grouped_mm", "transformers' experts on torch's grouped GEMM", "transformers", _grouped_mm
+    ),
     Peer("torch_grouped_mm", "torch's grouped GEMM, sorted in torch", None, _torch_grouped_mm),
     Peer("vllm", "vLLM's Triton kernels", "vllm", _vllm, ("bf16", "fp8_block")),
     Peer("triton_kernels", "as vendored by vLLM, routing included", "vllm", _triton_kernels),
     Peer("sonicmoe", "SonicMoE on QuACK", "sonic-moe", _sonicmoe),
-    Peer("flashinfer_cutlass", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer_cutlass),
+    Peer(
+        "flashinfer_cutlass", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer_cutlass
+    ),
 )
 PEERS = {peer.name: peer for peer in _PEERS}

@@ -6,6 +6,8 @@ the same maths in the dtype under test, so no tolerance is picked by hand.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def check_quantized_experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     scheme: str,
-    scales: dict[str, Tensor],
+    scales: dict[str, Any],
 ) -> None:
     """Some tokens within twice the error of torch on dequantised weights, and no NaN in any."""
     assert got.isfinite().all(), "not finite"
@@ -89,12 +91,12 @@ def rounded(x: Tensor, recipe: Recipe | None, scale: Tensor | None = None) -> Te
     """x (S, D) as the reference quantiser has it, in fp64."""
     if recipe is None:
         return x.double()
-    given = {} if scale is None else {_scale_of(recipe): scale}
+    given: dict[str, Any] = {} if scale is None else {_scale_of(recipe): scale}
     with tmoe.options(backend="torch"):
         return quantized(x.float(), recipe, **given).dequantize().double()
 
 
-def quantized(x: Tensor, recipe: Recipe, **given: Tensor) -> tmoe.QuantizedTensor:
+def quantized(x: Tensor, recipe: Recipe, **given: Any) -> tmoe.QuantizedTensor:
     return tmoe.quantize(x, recipe.format.name, block_shape=recipe.block_shape, **given)
 
 
@@ -138,7 +140,7 @@ def some_quantized_tokens_ref(
     topk_weights: Tensor,
     topk_ids: Tensor,
     scheme: str,
-    **scales: Tensor,
+    **scales: Any,
 ) -> tuple[Tensor, Tensor]:
     """Tokens `some` of a large layer: by `quantized_experts_ref`, and by torch on dequantised
     weights in the dtype of x. Experts that they don't use stay quantised."""

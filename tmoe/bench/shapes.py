@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ CPU_TOKENS = (1, 16, 128)
 
 # How tokens choose, in the words of `tmoe.simulate_routing`.
 ZIPF = 1.2
-ROUTINGS = {
+ROUTINGS: dict[str, dict[str, Any]] = {
     "random": {"distribution": "uniform"},
     "balanced": {"distribution": "balanced"},
     "zipf": {"distribution": "skewed", "skew": ZIPF},
@@ -34,8 +36,13 @@ ROUTINGS = {
 }
 
 # The model's method; Renormalize (softmax over the chosen) where none is named.
-_DEEPSEEK = {"method": "DeepSeekV3", "n_group": 8, "topk_group": 4, "scaling_factor": 2.5}
-_ROUTING = {
+_DEEPSEEK: dict[str, Any] = {
+    "method": "DeepSeekV3",
+    "n_group": 8,
+    "topk_group": 4,
+    "scaling_factor": 2.5,
+}
+_ROUTING: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"method": "RenormalizeNaive"},
     "qwen3-235b-a22b": {"method": "RenormalizeNaive"},
     "glm-4.5": {"method": "DeepSeekV3", "scaling_factor": 2.5},
@@ -65,11 +72,16 @@ def routed_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, H) in `dtype`, topk_weights (T, K) in fp32, topk_ids (T, K) in int32, as routers give
     them. `routing` is one of `ROUTINGS`; each `seed` has tokens and routes of its own."""
-    expect(routing in ROUTINGS, "routed_inputs", "routing", f"one of {', '.join(ROUTINGS)}", repr(routing))
+    expect(
+        routing in ROUTINGS,
+        "routed_inputs",
+        "routing",
+        f"one of {', '.join(ROUTINGS)}",
+        repr(routing),
+    )
     weights, ids = tmoe.simulate_routing(
         num_tokens, shape.num_experts, shape.top_k, **ROUTINGS[routing], seed=seed, device=device
     )
     random = torch.Generator(device).manual_seed(seed)
     x = torch.randn(num_tokens, shape.hidden, device=device, generator=random).to(dtype)
     return x, weights, ids
-

@@ -32,9 +32,9 @@ def layer_shape(model: str, *, tp: int = 1, ep: int = 1) -> MoEShape:
     ):
         ok = ranks >= 1 and size % ranks == 0
         expect(ok, "layer_shape", name, f"a divisor of {what}={size}", ranks)
-    ranks = "".join(f"-{name}{n}" for name, n in (("tp", tp), ("ep", ep)) if n > 1)
+    suffix = "".join(f"-{name}{n}" for name, n in (("tp", tp), ("ep", ep)) if n > 1)
     return MoEShape(
-        model + ranks, layer.num_experts // ep, layer.top_k, layer.hidden, layer.intermediate // tp
+        model + suffix, layer.num_experts // ep, layer.top_k, layer.hidden, layer.intermediate // tp
     )
 
 

@@ -1,0 +1,135 @@
+"""Measure a selection of layers, one cell after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import product
+from statistics import mean, median, pstdev
+from typing import Any
+
+import torch
+
+import tmoe
+
+from ..demo.shapes import MoEShape, random_weights
+from .cases import Case, experts_case, prepared_weights
+from .machine import machine_info
+from .peers import Missing
+from .roofline import matmul_tflops
+from .timing import seconds_per_call
+
+PAUSE_SECONDS = 0.3  # before each case on a GPU, so that none inherits the heat of the one before
+
+Show = Callable[[str], None]  # called with a name before each cell
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is measured: every combination."""
+
+    shapes: Sequence[MoEShape]
+    tokens: Sequence[int]
+    schemes: Sequence[str]
+    routings: Sequence[str]
+    backends: Sequence[str]
+
+    def __len__(self) -> int:
+        each = (self.shapes, self.tokens, self.schemes, self.routings, self.backends)
+        return len([*product(*each)])
+
+
+@dataclass(slots=True)
+class Results:
+    """What was measured so far, and what wasn't, with the reason."""
+
+    machine: dict[str, Any]
+    command: str
+    benchmarks: list[dict[str, Any]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # backend and scheme -> why
+    failed: dict[str, str] = field(default_factory=dict)  # cell -> what was wrong
+
+    def as_json(self) -> dict[str, Any]:
+        """As pytest-benchmark lays its files out; what it has no place for comes beside."""
+        return {
+            "machine_info": self.machine,
+            "datetime": datetime.now(timezone.utc).isoformat(),
+            "version": tmoe.__version__,
+            "command": self.command,
+            "benchmarks": self.benchmarks,
+            "skipped": self.skipped,
+            "failed": self.failed,
+        }
+
+
+@torch.no_grad()
+def measure(
+    selection: Selection, device: torch.device, dtype: torch.dtype, command: str, show: Show
+) -> Iterator[Results]:
+    """Yield the results so far after each cell; all of them are the same object.
+
+    A result that is wrong, or doesn't fit into memory, is a failure and isn't timed; the rest goes
+    on.
+    """
+    machine = machine_info(device)
+    machine["matmul_tflops_at_start"] = matmul_tflops(device, dtype)
+    results = Results(machine, command)
+    for shape, scheme, weights in _weights(selection, device, dtype):
+        for tokens, routing, backend in product(
+            selection.tokens, selection.routings, selection.backends
+        ):
+            name = f"{shape.name} {scheme} {routing} T={tokens} {backend}"
+            show(name)
+            try:
+                case = experts_case(
+                    shape, tokens, backend, weights, scheme=scheme, routing=routing,
+                    device=device, dtype=dtype,
+                )  # fmt: skip
+                results.benchmarks.append(_measure_one(case, machine["versions"]))
+            except Missing as reason:
+                results.skipped[f"{backend}, {scheme}"] = str(reason)
+            except tmoe.NoBackendError as error:
+                results.skipped[f"{backend}, {scheme}"] = str(error)
+            except (AssertionError, torch.OutOfMemoryError) as error:
+                results.failed[name] = f"{type(error).__name__}: {error}"
+            yield results
+    machine["matmul_tflops_at_end"] = matmul_tflops(device, dtype)
+    yield results
+
+
+def _weights(
+    selection: Selection, device: torch.device, dtype: torch.dtype
+) -> Iterable[tuple[MoEShape, str, Sequence[Any]]]:
+    """Every shape in every scheme; gigabytes, so only one shape's are held."""
+    for shape in selection.shapes:
+        torch.manual_seed(0)
+        plain = random_weights(shape, device, dtype)
+        for scheme in selection.schemes:
+            weights = prepared_weights(plain, scheme)
+            yield shape, scheme, weights
+            del weights
+        del plain
+
+
+def _measure_one(case: Case, versions: dict[str, str]) -> dict[str, Any]:
+    """Check and time; as pytest-benchmark writes a benchmark."""
+    case.verify()
+    if case.device.type == "cuda":
+        time.sleep(PAUSE_SECONDS)
+    seconds = seconds_per_call(case.calls, case.device)
+    return {
+        "name": f"{case.group} {case.backend}",
+        "group": case.group,
+        "extra_info": case.info(seconds) | {"versions": versions},
+        "stats": {
+            "min": min(seconds),
+            "max": max(seconds),
+            "mean": mean(seconds),
+            "stddev": pstdev(seconds),
+            "median": median(seconds),
+            "rounds": len(seconds),
+            "data": seconds,
+        },
+    }
