@@ -7,13 +7,15 @@ Of T tokens, expert e gets T q_e rows on average, and at least one with chance 1
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..checks import expect
 from .shapes import ROUTINGS, ZIPF
 
-LOWEST, HIGHEST = 16, 128  # rows of a tile: the power of two above the mean, within these
+LOWEST, HIGHEST = 16, 64  # rows that are padded to: a power of two near the mean, within these
+# Tiles are 128 rows high at most, but an expert's tail of up to 64 rows is computed by half of one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +32,36 @@ class Load:
         one, as balanced routing has it, instead of being random."""
         E, T = len(chances), num_tokens
         rows = T * sum(chances)
-        if even:
-            touched = [min(1.0, T * q) for q in chances]
-        else:
-            touched = [1 - (1 - q) ** T for q in chances]
-        tile = _tile_height(rows / E)
-        # An expert's last tile is half full on average; high tiles halve their tails.
-        waste = tile / 4 if tile == HIGHEST else tile / 2
-        padded = 0.0
-        for q, used in zip(chances, touched, strict=True):
-            if used > 0:
-                mean = T * q / used  # rows, given that there are any
-                padded += used * (tile if mean < tile / 2 else mean + waste)
-        return cls(rows, sum(touched), max(rows, padded))
+        step = _step(rows / E)
+        touched = padded = 0.0
+        for chance, experts in Counter(chances).items():
+            mean = T * chance
+            used = min(1.0, mean) if even else 1 - (1 - chance) ** T
+            deviation = 0.0 if even else math.sqrt(mean * (1 - chance))
+            touched += experts * used
+            padded += experts * step * _steps(mean, deviation, used, step)
+        return cls(rows, touched, max(rows, padded))
 
 
-def _tile_height(rows_per_expert: float) -> int:
+def _step(rows_per_expert: float) -> int:
     power = math.ceil(math.log2(max(1.0, rows_per_expert)))
     return int(min(HIGHEST, max(LOWEST, 2**power)))
+
+
+def _steps(mean: float, deviation: float, used: float, step: int) -> float:
+    """The mean of ceil(n / step): the sum over k >= 0 of the chance that n > k step, for n that is
+    about normal, and 0 with chance 1 - used."""
+    if deviation == 0:
+        return used * max(1, math.ceil(mean / step))
+    total, k = used, 1
+    sure = int((mean - 6 * deviation) / step)  # so many are exceeded in any case
+    if sure > 1:
+        total, k = total + sure - 1, sure
+    while k * step < mean + 6 * deviation:
+        above = (k * step + 0.5 - mean) / deviation
+        total += math.erfc(above / math.sqrt(2)) / 2
+        k += 1
+    return total
 
 
 def chances(num_experts: int, top_k: int, routing: str = "random") -> list[float]:
