@@ -36,6 +36,9 @@ def test_wheel_holds_the_data(checkout, wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     model = {path.name for path in (checkout / "tmoe" / "demo" / "model").iterdir()}
     assert {name.rsplit("/", 1)[1] for name in names if "/demo/model/" in name} == model != set()
+    bench = checkout / "tmoe" / "bench"
+    data = {path.relative_to(checkout).as_posix() for path in bench.rglob("*.j*")}
+    assert len(data) == 5 and data <= set(names)  # recorded peers, what was fitted, the page
 
 
 def test_wheel_has_the_command(wheel):

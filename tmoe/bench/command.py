@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from .arguments import names_of, shapes_of, tokens_of
 
 WIDTH = 120
+PLAIN: Any = {"highlight": False, "markup": False}  # brackets are brackets
 MEASURE = "run"  # what is done if no other command is named
 
 
@@ -97,10 +98,10 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
             path = out / "results.json"
             path.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-            console.print(f"results: {path}", highlight=False, soft_wrap=True)
+            console.print(f"results: {path}", **PLAIN, soft_wrap=True)
     assert found is not None
     for what, why in (found.skipped | found.failed).items():
-        err.print(f"{what}: {why}", highlight=False, soft_wrap=True, style="yellow")
+        err.print(f"{what}: {why}", **PLAIN, soft_wrap=True, style="yellow")
     ours = next((name for name in selection.backends if name in OURS), None)
     if found.benchmarks and ours is not None:
         report = Report(found.as_json(), ours)
@@ -195,7 +196,7 @@ def compare(
         raise typer.BadParameter(f"{before} and {after} have no cell in common")
     console = _console()
     for remark in found.remarks:
-        console.print(remark, highlight=False, style="yellow")
+        console.print(remark, **PLAIN, style="yellow")
     if found.real or everything:
         console.print(changes_table(found, everything=everything).as_rich())
     same = len(found.cells) - len(found.real)
@@ -204,10 +205,11 @@ def compare(
         f"{slower} slower, {len(found.real) - slower} faster, {same} the same; "
         f"geometric mean of after / before: {found.mean_ratio:.3f}",
         highlight=False,
+        markup=False,
     )
     for name, groups in (("before", found.only_before), ("after", found.only_after)):
         if groups:
-            console.print(f"only {name}: {', '.join(dict.fromkeys(groups))}", highlight=False)
+            console.print(f"only {name}: {', '.join(dict.fromkeys(groups))}", **PLAIN)
     too_slow = fail_above is not None and found.slower_than(fail_above)
     raise typer.Exit(1 if too_slow else 0)
 
@@ -241,12 +243,12 @@ def _show(report: Any, console: Console) -> None:
     for table in report.tables:
         console.print(table.as_rich())
     for fact in report.facts:
-        console.print(fact, highlight=False)
+        console.print(fact, **PLAIN)
 
 
 def _write(report: Any, out: Path, console: Console, err: Console, why_not: str | None) -> None:
     if why_not is not None:
-        err.print(why_not, style="yellow", highlight=False)
+        err.print(why_not, style="yellow", **PLAIN)
         return
     for path in report.write(out):
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"written: {path}", **PLAIN, soft_wrap=True)
