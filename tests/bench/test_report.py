@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import write_docs
 from tests.bench.results import H200, layer, results, write
 from tmoe.bench.cost_model import predict
 from tmoe.bench.plots import INK, as_svg, time_over_tokens
@@ -207,3 +208,12 @@ def test_what_pictures_need_is_one_sentence():
     assert why_no_pictures(("sys", "json")) is None
     said = "no pictures and no page without no_such_package: pip install 'tmoe[bench]'"
     assert why_no_pictures(("sys", "no_such_package")) == said
+
+
+def test_the_page_in_docs_is_what_its_script_writes():
+    """Whoever records anew writes anew: python -m bench.write_docs."""
+    assert write_docs.PAGE.read_text() == write_docs.page()
+    shown = re.findall(r"!\[.*?\]\((.*?)\)", write_docs.PAGE.read_text())
+    pictures = {write_docs.PAGE.parent / name for name in shown}
+    assert len(pictures) == len(shown) > 15
+    assert {path.resolve() for path in pictures} == {*write_docs.PICTURES.rglob("*.png")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .records import Cell
+from .records import ROOFLINE, Cell
 from .roofline import ROOFS, Roof
 
 INK, FAINT, PAPER = "#1f2328", "#8c959f", "#ffffff"
@@ -50,27 +50,24 @@ _STYLE: Any = {
 _MOST_COLUMNS = 4
 
 
-def draw(cells: Sequence[Cell], device: str) -> dict[str, Figure]:
-    """Name -> picture: `roofline`, and one per shape, of every scheme that cells have.
-
-    Cells are of random routing, by one backend. A picture of another scheme than the first ends in
-    the scheme's name.
-    """
-    pictures = {}
-    for scheme in dict.fromkeys(cell.scheme for cell in cells):
-        own = [cell for cell in cells if cell.scheme == scheme]
-        end = "" if scheme in ("bfloat16", "float16", "float32") else f"-{scheme}"
-        pictures[f"roofline{end}"] = roofline(own, device)
-        for shape in dict.fromkeys(cell.shape for cell in own):
-            picture = time_over_tokens([cell for cell in own if cell.shape == shape])
-            pictures[f"{shape}{end}"] = picture
-    return pictures
+def draw(named: Mapping[str, Sequence[Cell]], device: str) -> dict[str, Figure]:
+    """The pictures that `picture_cells` names."""
+    return {
+        name: roofline(cells, device) if name.startswith(ROOFLINE) else time_over_tokens(cells)
+        for name, cells in named.items()
+    }
 
 
 def save_png(figure: Figure, path: Path) -> None:
     """On white paper, which is readable in a light page and in a dark one."""
     with rc_context(_STYLE):
-        figure.savefig(path, dpi=160, facecolor=PAPER, metadata={"Software": None})
+        figure.savefig(
+            path,
+            dpi=130,
+            facecolor=PAPER,
+            metadata={"Software": None},
+            pil_kwargs={"optimize": True},
+        )
 
 
 def as_svg(figure: Figure) -> str:

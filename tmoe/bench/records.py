@@ -18,6 +18,7 @@ from .shapes import ROUTINGS, SHAPES
 RECORDED = Path(__file__).parent / "recorded"
 PEER_LAYERS = (RECORDED / "peers_h200.json", RECORDED / "peers_h200_quantized.json")
 PEER_OPERATIONS = RECORDED / "peers_h200_operations.json"
+ROOFLINE = "roofline"
 LAYERS = ("layer", "quantized_layer")  # operations
 
 Key = tuple[str, str, int, str]
@@ -145,3 +146,15 @@ def _predicted(info: dict[str, Any]) -> float | None:
         return None
     options = {"scheme": scheme, "routing": info.get("routing", "random")}
     return predict(SHAPES[info["shape"]], info["tokens"], device=info["device"], **options).us
+
+
+def picture_cells(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Name of a picture -> what it shows: a roofline per scheme, and each layer's time over tokens.
+    Of random routing, which is what the floor and most peers are about."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.routing == "random":
+            end = f"-{cell.scheme}" if cell.scheme in SCHEMES else ""
+            for name in (ROOFLINE, cell.shape):
+                found.setdefault(f"{name}{end}", []).append(cell)
+    return found

@@ -8,7 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .records import PEER_OPERATIONS, Cell, read_cells, read_recorded
+from .records import (
+    PEER_OPERATIONS,
+    ROOFLINE,
+    Cell,
+    picture_cells,
+    read_cells,
+    read_recorded,
+)
 from .tables import Grid, all_tables
 
 if TYPE_CHECKING:
@@ -69,7 +76,7 @@ class Report:
         """The roofline and time over tokens, of random routing. Needs matplotlib."""
         from .plots import draw
 
-        return draw([cell for cell in self.cells if cell.routing == "random"], self.device)
+        return draw(picture_cells(self.cells), self.device)
 
     def write(self, folder: Path) -> Iterator[Path]:
         """`<picture>.png`, and `report.html`, which holds all there is. Yields their paths."""
@@ -90,8 +97,8 @@ class Report:
         from jinja2 import Environment
         from markupsafe import Markup
 
-        rooflines = [Markup(svg) for name, svg in svgs.items() if name.startswith("roofline")]
-        others = [Markup(svg) for name, svg in svgs.items() if not name.startswith("roofline")]
+        rooflines = [Markup(svg) for name, svg in svgs.items() if name.startswith(ROOFLINE)]
+        others = [Markup(svg) for name, svg in svgs.items() if not name.startswith(ROOFLINE)]
         environment = Environment(autoescape=True, trim_blocks=True)
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
         return template.render(

@@ -52,7 +52,7 @@ class Grid:
 
 
 def _line(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+    return f"| {' | '.join(text.strip() for text in texts)} |"
 
 
 def layers_table(cells: Sequence[Cell]) -> Grid:

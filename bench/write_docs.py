@@ -1,0 +1,159 @@
+"""Write docs/performance.md and the pictures in it from what is recorded:
+
+    python -m bench.write_docs
+
+Everything in the page is read from bench/results/*.json, computed by the cost model, or said here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tmoe.bench.cost_model import FITTED, fitted
+from tmoe.bench.growth import growth, over_tokens
+from tmoe.bench.records import picture_cells, read_results
+from tmoe.bench.report import Report
+from tmoe.bench.shapes import SHAPES
+from tmoe.bench.tables import Grid, Row
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PICTURES = RESULTS / "plots"
+PAGE = ROOT / "docs" / "performance.md"
+
+# File, heading, and the schemes whose pictures are shown; files that aren't there are left out.
+SECTIONS = (
+    ("h200_layer.json", "Routed experts, bf16", ("bfloat16",)),
+    ("h200_shapes.json", "More models, bf16", ("bfloat16",)),
+    ("h200_routings.json", "Skewed routing", ()),
+    ("h200_tokens.json", "Every power of two of tokens", ("bfloat16",)),
+    ("h200_quantized.json", "Quantised weights", ("fp8_block", "mxfp4_a16")),
+    ("h200_operations.json", "Single operations", ()),
+)
+STARTUP = RESULTS / "h200_startup.json"
+
+INTRO = """# Performance
+
+Made by `python -m bench.write_docs` from the files in [bench/results](../bench/results); what a
+number means, and how it was measured, stands in [bench/README.md](../bench/README.md). In short: a
+call is checked, then timed by the GPU's own clock in a CUDA graph, with tokens and routes of its
+own, so that its weights come from memory. The *floor* is the larger of necessary bytes over
+bandwidth and of flops over peak, both measured. *Predicted* is the [cost model](#cost-model).
+
+```console
+$ tmoe bench mixtral-8x7b --tokens 1,1024 --backends triton,grouped_mm   # on your GPU
+$ tmoe bench report bench/results/h200_layer.json --out report           # these tables, as one page
+```
+"""
+
+MODEL = """## Cost model
+
+`tmoe bench --predict qwen3-30b-a3b` prints what a layer should take on an H200, and how that grows.
+The formulas stand in [cost_model.py](../tmoe/bench/cost_model.py): both projections load and
+multiply at once, more or less, and around them are the time to launch four kernels and the bytes of
+the combine. How many experts are touched and how many rows computed, padding included, follows from
+how tokens choose ([loads.py](../tmoe/bench/loads.py)). Five numbers per scheme are fitted to the
+records above, by `python -m bench.fit_cost_model`. It holds for the kernels that were recorded, on
+the GPU that they ran on, and leaves out what ranks send one another.
+"""
+
+
+def sections() -> Iterator[str]:
+    """The page, part by part."""
+    yield INTRO
+    for name, heading, schemes in SECTIONS:
+        if (RESULTS / name).exists():
+            yield from section(name, heading, schemes)
+    if STARTUP.exists():
+        yield startup()
+    yield MODEL
+    yield fits().as_markdown()
+    for shape in ("qwen3-30b-a3b", "deepseek-v3"):
+        for table in (over_tokens, growth):
+            yield table(SHAPES[shape], (1, 16, 128, 1024, 8192)).as_markdown()
+
+
+def section(name: str, heading: str, schemes: tuple[str, ...]) -> Iterator[str]:
+    """A recorded file: where it was made and how, its tables, its pictures."""
+    report = Report(read_results([RESULTS / name]), "triton")
+    yield f"## {heading}"
+    facts = [fact for fact in report.facts if not fact.startswith(report.results["command"])]
+    command = f"Recorded in [{name}](../bench/results/{name}) with\n\n```console\n"
+    yield f"{command}$ {report.results['command']}\n```"
+    yield "\n".join(f"* {fact}" for fact in facts)
+    for table in report.tables:
+        yield table.as_markdown()
+    names = shown(report, schemes)
+    if names:
+        folder = f"../bench/results/plots/{_folder(name)}"
+        yield "\n".join(f"![{text}]({folder}/{text}.png)" for text in names)
+
+
+def shown(report: Report, schemes: tuple[str, ...]) -> list[str]:
+    """The names of the pictures that the page has of a record."""
+    named = picture_cells(report.cells)
+    return [name for name, cells in named.items() if cells[0].scheme in schemes]
+
+
+def _folder(name: str) -> str:
+    return name.removeprefix("h200_").removesuffix(".json")
+
+
+def fits() -> Grid:
+    """The five numbers of each scheme, and the largest error on the recorded cells."""
+    found = json.loads(FITTED.read_text(encoding="utf-8"))
+    rows = []
+    for scheme, fit in fitted().items():
+        parts = (f"{100 * part:.0f} %" for part in (fit.reach_memory, fit.reach_arithmetic))
+        texts = (scheme, f"{fit.start_us:.1f}", *parts, f"{fit.overlap:.2f}", f"{fit.ramp:.0f}")
+        rows.append(Row((*texts, f"{100 * found['largest_error'][scheme]:.0f} %")))
+    columns = ("scheme", "start, µs", "of bandwidth", "of peak", "overlap", "ramp", "largest error")
+    title = f"fitted to {', '.join(Path(record).name for record in found['records'])}"
+    return Grid(title, columns, tuple(rows))
+
+
+def startup() -> str:
+    """What the first calls take."""
+    found = json.loads(STARTUP.read_text(encoding="utf-8"))
+    names = {
+        "import_s": "`import tmoe`, beyond torch",
+        "warm_first_call_s": "first call, with a warm Triton cache",
+        "cold_first_call_s": "first call, with an empty one",
+        "cold_all_s": "everything compiled that a layer needs for 1 to 16384 tokens",
+    }
+    rows = tuple(Row((text, f"{found[name]:.2f}")) for name, text in names.items())
+    grid = Grid(f"{found['shape']}, seconds", ("", "s"), rows)
+    return f"## First calls\n\n```console\n$ {found['command']}\n```\n\n{grid.as_markdown()}"
+
+
+def page() -> str:
+    return "\n\n".join(part.strip() for part in sections()) + "\n"
+
+
+def draw() -> Iterator[Path]:
+    """The pictures that the page shows, and no others."""
+    from tmoe.bench.plots import save_png
+
+    shutil.rmtree(PICTURES, ignore_errors=True)
+    for name, _, schemes in SECTIONS:
+        if (RESULTS / name).exists() and schemes:
+            report = Report(read_results([RESULTS / name]), "triton")
+            figures, folder = report.pictures(), PICTURES / _folder(name)
+            folder.mkdir(parents=True)
+            for picture in shown(report, schemes):
+                save_png(figures[picture], folder / f"{picture}.png")
+                yield folder / f"{picture}.png"
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))
+    for path in draw():
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
