@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tmoe.bench.cases import OURS, experts_case
-from tmoe.bench.peers import PEERS
+from tmoe.bench.cases import BACKENDS, experts_case
 
-IMPLEMENTATIONS = (*OURS, *PEERS)
+IMPLEMENTATIONS = BACKENDS
 
 
 def test_layer(measure_case, weights, shape, tokens, backend, routing, device, dtype):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tmoe.bench.cases import OURS, experts_case, prepared_weights
-from tmoe.bench.peers import PEERS
+from tmoe.bench.cases import BACKENDS, experts_case, prepared_weights
 from tmoe.formats import SCHEMES
 
-IMPLEMENTATIONS = (*OURS, *PEERS)
+IMPLEMENTATIONS = BACKENDS
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tmoe.bench.cases import OURS, Case
+from tmoe.bench.cases import BACKENDS, Case
 from tmoe.bench.machine import machine_info
-from tmoe.bench.peers import PEERS, Missing
+from tmoe.bench.peers import Missing
 from tmoe.bench.roofline import Work, matmul_tflops
 from tmoe.bench.shapes import (
     ALL_TOKENS,
@@ -64,7 +64,7 @@ def pytest_addoption(parser):
         "--backends",
         type=_backends,
         default=["triton" if HAS_GPU else "torch"],
-        help=f"some of triton,torch and, for the experts, {','.join(PEERS)}",
+        help=f"some of {','.join(BACKENDS)}; all but the first two for the experts only",
     )
 
 
@@ -73,7 +73,7 @@ def _shapes(text: str) -> list[MoEShape]:
 
 
 def _backends(text: str) -> list[str]:
-    return _names(text, (*OURS, *PEERS))
+    return _names(text, BACKENDS)
 
 
 def _routings(text: str) -> list[str]:

@@ -104,7 +104,7 @@ def test_peers_that_run_anywhere_are_right(backend, routing):
     case(backend, routing=routing, dtype=torch.bfloat16, tokens=1).verify()
 
 
-@pytest.mark.parametrize("backend", ["vllm", "triton_kernels", "sonicmoe", "flashinfer_cutlass"])
+@pytest.mark.parametrize("backend", ["vllm", "triton_kernels", "sonicmoe", "flashinfer"])
 def test_a_peer_that_is_not_installed_says_so(backend):
     package = peers.PEERS[backend].package
     if peers.installed_version(package) is not None:
@@ -113,6 +113,13 @@ def test_a_peer_that_is_not_installed_says_so(backend):
         case(backend)
     with pytest.raises(peers.Missing, match="is measured in bf16.*, not in nvfp4"):
         case(backend, "nvfp4")
+
+
+@pytest.mark.parametrize("backend", ["flashinfer_trtllm", "flashinfer_cutlass"])
+def test_a_backend_that_cannot_prepare_says_why(backend):
+    """Not on this machine, and with fp32 rows on none."""
+    with pytest.raises(peers.Missing, match=f"{backend}. was asked for and can.t run"):
+        case(backend)
 
 
 @pytest.fixture
@@ -149,7 +156,7 @@ def test_flashinfer_gets_up_first(stand_in):
         output.copy_(fused_experts_ref(input, *layer, *topk, dtype=output_dtype))
 
     stand_in(flashinfer__fused_moe={"cutlass_fused_moe": cutlass_fused_moe})
-    case("flashinfer_cutlass").verify()
+    case("flashinfer").verify()
 
 
 def test_vllm_is_called_as_it_is(stand_in):

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 
 from bench.dispatch_overhead import overheads
 from tmoe.bench.records import PEER_OPERATIONS
+from tmoe.bench.timing import ROUNDS, DeviceTimer, seconds_per_call
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,8 +116,6 @@ def test_recorded_operations_are_groups_that_exist(results):
 @pytest.mark.gpu
 def test_device_timer_measures_one_call():
     """A round of three copies takes three times as long as one; a call is what counts."""
-    from tmoe.bench.timing import DeviceTimer
-
     timer = DeviceTimer()
     source = torch.zeros(2**28, device="cuda")
     target = source.clone()
@@ -127,6 +127,23 @@ def test_device_timer_measures_one_call():
             target.copy_(source)
         times.append(timer() - start)
     assert times[1] == pytest.approx(times[0], rel=0.3)
+
+
+@pytest.mark.gpu
+def test_seconds_per_call_are_those_of_the_device():
+    """A copy of a GiB in a graph takes what it takes outside of one."""
+    source = torch.zeros(2**30, device="cuda", dtype=torch.uint8)
+    target = source.clone()
+    seconds = seconds_per_call([lambda: target.copy_(source)] * 2, source.device)
+    assert len(seconds) == ROUNDS and max(seconds) < 1.5 * min(seconds)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for _ in range(10):
+        target.copy_(source)
+    events[1].record()
+    events[1].synchronize()
+    assert median(seconds) == pytest.approx(1e-4 * events[0].elapsed_time(events[1]), rel=0.2)
 
 
 def test_dispatch_overhead_measures_what_it_says():

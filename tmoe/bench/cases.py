@@ -14,13 +14,15 @@ from torch import Tensor
 import tmoe
 
 from ..demo.shapes import MoEShape
+from ..dispatch.known import WITH_A_LAYOUT
 from ..formats import SCHEMES
-from .peers import PEERS
+from .peers import PEERS, Missing
 from .reference import check_experts, check_quantized_experts, quantized
 from .roofline import Work, device_name, experts_work, roof_of
 from .shapes import routed_inputs
 
-OURS = ("triton", "torch")  # backends of tmoe that need no preparation; other names are peers
+OURS = ("triton", "torch")  # backends of tmoe whose code is tmoe's; what others take is compared
+BACKENDS = (*OURS, *WITH_A_LAYOUT, *PEERS)
 STATIC = 0.01  # a scale of inputs of about unit size, where a checkpoint would bring one
 
 
@@ -120,7 +122,8 @@ def experts_case(
     """The routed experts, from topk_ids to output. Quantising the rows counts.
 
     weights: gate_up_proj and down_proj as `prepared_weights` gives them. Raises `peers.Missing` for
-    a peer that isn't installed or hasn't this scheme.
+    a peer that isn't installed or hasn't this scheme, and for a backend of tmoe that has to prepare
+    weights and can't.
     """
     inputs = [
         routed_inputs(shape, tokens, device, dtype, routing, seed)
@@ -141,6 +144,13 @@ def experts_case(
         else:
             check_quantized_experts(got, *layer, scheme, scales)
 
+    call = _layer(backend, weights, scheme, scales)
+    if backend in WITH_A_LAYOUT:
+        try:
+            with tmoe.prepare():
+                call(*inputs[0])
+        except tmoe.NoBackendError as error:
+            raise Missing(str(error)) from error
     moved = sum(w.nbytes for w in weights)
     return Case(
         operation="layer" if plain else "quantized_layer",
@@ -149,7 +159,7 @@ def experts_case(
         backend=backend,
         dtype=dtype,
         device=device,
-        call=_layer(backend, weights, scheme, scales),
+        call=call,
         inputs=inputs,
         check=check,
         work=experts_work(shape, tokens, touched, dtype.itemsize, moved),

@@ -51,7 +51,7 @@ def run(
     schemes: Annotated[str, typer.Option(help="bf16, fp8_block, nvfp4_a16, ...; all.")] = "bf16",
     routing: Routings = "random",
     backends: Annotated[
-        str | None, typer.Option(help="triton, torch, and peers: vllm, grouped_mm, ...; all.")
+        str | None, typer.Option(help="triton, torch, flashinfer_trtllm, peers: vllm, ...; all.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("tmoe-bench"),
     only_predict: Annotated[
@@ -71,8 +71,7 @@ def run(
     import torch
 
     from ..formats import SCHEMES
-    from .cases import OURS
-    from .peers import PEERS
+    from .cases import BACKENDS, OURS
     from .report import Report, why_no_pictures
     from .run import Selection, measure
     from .shapes import CPU_TOKENS, GPU_TOKENS, ROUTINGS
@@ -84,7 +83,7 @@ def run(
         tokens_of(tokens, GPU_TOKENS if gpu else CPU_TOKENS),
         names_of("--schemes", schemes, ("bf16", *SCHEMES)),
         names_of("--routing", routing, ROUTINGS),
-        names_of("--backends", backends or ("triton" if gpu else "torch"), (*OURS, *PEERS)),
+        names_of("--backends", backends or ("triton" if gpu else "torch"), BACKENDS),
     )
     console, err = _console(), Console(stderr=True)
     if not gpu:

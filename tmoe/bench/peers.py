@@ -142,7 +142,7 @@ def _sonicmoe(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
     return layer
 
 
-def _flashinfer_cutlass(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
+def _flashinfer(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
     """One call for everything from ids to output. Up comes first in its weights."""
     fused_moe = _module("flashinfer.fused_moe")
     first = _module("tmoe.backends.flashinfer.layouts").up_gate(gate_up_proj)
@@ -167,8 +167,6 @@ _PEERS = (
     Peer("vllm", "vLLM's Triton kernels", "vllm", _vllm, ("bf16", "fp8_block")),
     Peer("triton_kernels", "as vendored by vLLM, routing included", "vllm", _triton_kernels),
     Peer("sonicmoe", "SonicMoE on QuACK", "sonic-moe", _sonicmoe),
-    Peer(
-        "flashinfer_cutlass", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer_cutlass
-    ),
+    Peer("flashinfer", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer),
 )
 PEERS = {peer.name: peer for peer in _PEERS}

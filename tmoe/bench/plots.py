@@ -24,10 +24,11 @@ PEERS = {
     "grouped_mm": ("#cc79a7", "D"),
     "torch_grouped_mm": ("#56b4e9", "v"),
     "flashinfer": ("#e69f00", "P"),
-    "flashinfer_cutlass": ("#e69f00", "P"),
+    "flashinfer_cutlass": ("#e69f00", "h"),
+    "flashinfer_trtllm": ("#009e73", "*"),
     "deepgemm": ("#cc79a7", "D"),
     "vllm_cutlass": ("#56b4e9", "v"),
-    "marlin": ("#f0e442", "X"),
+    "marlin": ("#999999", "X"),
     "sonicmoe": ("#999999", "p"),
 }
 _STYLE: Any = {
