@@ -95,6 +95,28 @@ def test_a_wrong_result_is_not_timed(fast, tmp_path, monkeypatch):
     assert "T=3 torch: AssertionError: largest error 1" in words(done.output)
 
 
+def test_a_layer_that_does_not_fit_is_left_out(fast, tmp_path, monkeypatch):
+    """The rest goes on, and what can't be quantised so is no reason to stop either."""
+    make = running.random_weights
+
+    def too_large(shape, *rest):
+        if shape.num_experts == 8:
+            raise torch.OutOfMemoryError("64 GiB")
+        return make(shape, *rest)
+
+    monkeypatch.setattr(running, "random_weights", too_large)
+    shapes = ("E=8,K=2,H=64,I=32", "E=4,K=2,H=64,I=21")
+    done = invoke(*shapes, "--tokens", "1", "--schemes", "bf16,mxfp4_a16", "--out", tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert done.exit_code == 1 and len(found["benchmarks"]) == 1
+    kinds = {what: why.split(":")[0] for what, why in found["failed"].items()}
+    assert kinds == {
+        f"{shapes[0]} bf16": "OutOfMemoryError",
+        f"{shapes[0]} mxfp4_a16": "OutOfMemoryError",
+        f"{shapes[1]} mxfp4_a16": "ValueError",
+    }
+
+
 def test_what_is_measured_survives_an_interruption(fast, tmp_path, monkeypatch):
     def stop(case):
         if case.tokens == 3:

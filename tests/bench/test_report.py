@@ -84,11 +84,15 @@ def test_the_table_says_who_wins():
         layer("olmoe", 1, "triton", 60.0),
     )
     report = Report(found, "triton")
-    layers, means = report.tables
+    layers, everybody, means = report.tables
     first, second = (f"{predict(SHAPES['mixtral-8x7b'], T).us:.1f}" for T in (1, 16))
     assert f"mixtral-8x7b 1 46.6 93.2 50 100 1000 {first} vllm 186.4 2.00" in lines(layers)
     assert f"mixtral-8x7b 16 648.0 1326 49 100 1000 {second} vllm 663.2 0.50 ✗" in lines(layers)
     assert [row.marked for row in layers.rows] == [False, True, False]
+    assert lines(everybody) == [
+        "mixtral-8x7b 1 93.2 * 383.7 219.9 186.4",
+        "mixtral-8x7b 16 1326 1072 706.3 663.2 *",
+    ]
     assert "over the best 2.00 0.50 1.00" in lines(means)
     assert "a peer is faster in 1 of 2 cells" in report.facts
     assert report.facts[0] == (
@@ -182,7 +186,7 @@ def test_the_page_needs_no_other_file(written):
     assert not page.open
     assert page.links and all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)|@import|<script", text)
-    assert page.seen.count("svg") == 1 + 7 and page.seen.count("table") == 2
+    assert page.seen.count("svg") == 1 + 7 and page.seen.count("table") == 3
     assert "peer &lt;b&gt;" in text and "needs a &amp; b" in text
     assert "prefers-color-scheme: dark" in text and INK not in text.split("</style>")[1]
     for fact in ("driver 580.159.04", "torch 2.11.0+cu130", "mixtral-8x7b"):

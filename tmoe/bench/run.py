@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
@@ -76,7 +76,7 @@ def measure(
     machine = machine_info(device)
     machine["matmul_tflops_at_start"] = matmul_tflops(device, dtype)
     results = Results(machine, command)
-    for shape, scheme, weights in _weights(selection, device, dtype):
+    for shape, scheme, weights in _weights(selection, device, dtype, results.failed):
         for tokens, routing, backend in product(
             selection.tokens, selection.routings, selection.backends
         ):
@@ -100,17 +100,22 @@ def measure(
 
 
 def _weights(
-    selection: Selection, device: torch.device, dtype: torch.dtype
-) -> Iterable[tuple[MoEShape, str, Sequence[Any]]]:
-    """Every shape in every scheme; gigabytes, so only one shape's are held."""
+    selection: Selection, device: torch.device, dtype: torch.dtype, failed: dict[str, str]
+) -> Iterator[tuple[MoEShape, str, Sequence[Any]]]:
+    """Every shape in every scheme; gigabytes, so only one shape's are held. What doesn't fit, or
+    can't be quantised so, is written into `failed`."""
     for shape in selection.shapes:
         torch.manual_seed(0)
-        plain = random_weights(shape, device, dtype)
         for scheme in selection.schemes:
-            weights = prepared_weights(plain, scheme)
+            try:
+                plain = random_weights(shape, device, dtype)
+                weights = prepared_weights(plain, scheme)
+            except (torch.OutOfMemoryError, ValueError) as error:
+                failed[f"{shape.name} {scheme}"] = f"{type(error).__name__}: {error}"
+                continue
+            del plain
             yield shape, scheme, weights
             del weights
-        del plain
 
 
 def _measure_one(case: Case, versions: dict[str, str]) -> dict[str, Any]:

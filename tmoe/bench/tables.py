@@ -80,6 +80,27 @@ def layers_table(cells: Sequence[Cell]) -> Grid:
     return Grid(title, columns, tuple(rows))
 
 
+def backends_table(cells: Sequence[Cell]) -> Grid | None:
+    """Everybody's times, the fastest with a star; None if there is at most one peer."""
+    peers = sorted({peer for cell in cells for peer in cell.peers})
+    if len(peers) < 2:
+        return None
+    rows, previous = [], None
+    for cell in cells:
+        if not cell.peers:
+            continue
+        times = {"tmoe": cell.us, **cell.peers}
+        fastest = min(times, key=times.__getitem__)
+        texts = [
+            "–" if name not in times else us_text(times[name]) + (" *" if name == fastest else "  ")
+            for name in ("tmoe", *peers)
+        ]
+        rows.append(Row((cell.shape, str(cell.tokens), *texts), starts=cell.shape != previous))
+        previous = cell.shape
+    title = f"{cells[0].scheme}, {cells[0].routing} routing, µs per call (* the fastest)"
+    return Grid(title, ("layer", "T", "tmoe", *peers), tuple(rows))
+
+
 def summary_table(cells: Sequence[Cell]) -> Grid:
     """Geometric means over the shapes: % of the floor, and how many times faster than each peer."""
     tokens = sorted({cell.tokens for cell in cells})
@@ -154,10 +175,10 @@ def all_tables(
     results: dict[str, Any], cells: Sequence[Cell], peer_operations: dict[str, Any], backend: str
 ) -> list[Grid]:
     """Operations, then layers by scheme and routing with a summary of each, then the skew."""
-    tables = [operations_table(results, peer_operations, backend)]
+    tables: list[Grid | None] = [operations_table(results, peer_operations, backend)]
     for _, group in groupby(sorted(cells, key=_kind), key=_kind):
         own = [*group]
-        tables.append(layers_table(own))
+        tables += [layers_table(own), backends_table(own)]
         if len({cell.shape for cell in own}) > 1:
             tables.append(summary_table(own))
     tables.append(skew_table(cells))
