@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tmoe.bench.cases import multiplies_fp8
-from tmoe.bench.cost_model import FITTED, Fit, Layer, as_json, predict_with
+from tmoe.bench.cost_model import FITTED, Fit, RankLayer, as_json, predict_with
 from tmoe.bench.roofline import ROOFS, Roof
 from tmoe.bench.shapes import SHAPES
 
@@ -35,7 +35,7 @@ LEAST = 20  # cells, for all five numbers to be fitted
 FIELDS = ("start_us", "reach_memory", "reach_arithmetic", "overlap", "ramp")
 FIELDS_OF_FEW = ("start_us", "reach_arithmetic", "overlap")
 
-Cell = tuple[Layer, float]  # and its microseconds
+Cell = tuple[RankLayer, float]  # and its microseconds
 
 
 def read_cells(paths: Sequence[Path]) -> dict[str, list[Cell]]:
@@ -47,7 +47,7 @@ def read_cells(paths: Sequence[Path]) -> dict[str, list[Cell]]:
             ours = info["operation"] in ("layer", "quantized_layer") and info["backend"] == "triton"
             if ours and info["device"] == "NVIDIA H200":
                 scheme, routing = info.get("scheme", "bf16"), info.get("routing", "random")
-                layer = Layer(SHAPES[info["shape"]], info["tokens"], scheme, routing)
+                layer = RankLayer(SHAPES[info["shape"]], info["tokens"], scheme, routing)
                 found.setdefault(scheme, []).append((layer, info["us"]))
     return found
 

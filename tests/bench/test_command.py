@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import tmoe.bench.run as running
 from tests.bench.results import layer, results, write
 from tmoe.bench import report as reporting
 from tmoe.bench.cases import Case
+from tmoe.bench.peers import PEERS
 from tmoe.cli import app
 from tmoe.environment import kernels_hash
 
@@ -93,6 +95,23 @@ def test_a_wrong_result_is_not_timed(fast, tmp_path, monkeypatch):
     assert done.exit_code == 1 and [b["extra_info"]["tokens"] for b in found["benchmarks"]] == [1]
     assert list(found["failed"].values()) == ["AssertionError: largest error 1, allowed 0"]
     assert "T=3 torch: AssertionError: largest error 1" in words(done.output)
+
+
+def test_a_peer_that_breaks_stops_nobody_else(fast, tmp_path, monkeypatch):
+    """Its library may have changed. What breaks in tmoe itself does stop."""
+
+    def changed(gate_up_proj, down_proj, scheme):
+        raise TypeError("unexpected keyword argument 'activation'")
+
+    peer = PEERS["torch_grouped_mm"]
+    monkeypatch.setitem(PEERS, peer.name, replace(peer, make=changed))
+    arguments = (TINY, "--tokens", "1", "--out", tmp_path, "--backends")
+    done = invoke(*arguments, "torch_grouped_mm,torch")
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert done.exit_code == 1 and len(found["benchmarks"]) == 1
+    assert "unexpected keyword argument 'activation'" in words(done.output)
+    monkeypatch.setattr(Case, "verify", lambda case: changed(0, 0, 0))
+    assert isinstance(invoke(*arguments, "torch").exception, TypeError)
 
 
 def test_a_layer_that_does_not_fit_is_left_out(fast, tmp_path, monkeypatch):

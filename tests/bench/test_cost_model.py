@@ -13,7 +13,7 @@ from bench.fit_cost_model import RECORDS, fit, largest_error, read_cells
 from tmoe.bench.cost_model import (
     FITTED,
     Fit,
-    Layer,
+    RankLayer,
     as_json,
     fitted,
     predict,
@@ -97,7 +97,7 @@ def test_loads_are_those_of_drawn_routes(routing, tokens):
 
 def test_by_hand():
     """Two experts, one each for both tokens; every number but the floor's is round."""
-    layer = Layer(MoEShape("", 2, 1, 1000, 100), 2, routing="balanced")
+    layer = RankLayer(MoEShape("", 2, 1, 1000, 100), 2, routing="balanced")
     assert layer.load == Load(rows=2, touched=2, padded_rows=32)
     roof = Roof(tflops=1, gbs=1, source="made up")
     found = predict_with(Fit(7, 1.0, 0.5, 1.0, 100), layer, roof)  # n = 1: a sum
@@ -125,8 +125,12 @@ def test_it_grows_as_it_must():
     assert predict(QWEN, 16, routing="zipf").us < 0.8 * predict(QWEN, 16, routing="balanced").us
     # The busiest of 8 ranks waits for more rows than its share.
     shape = layer_shape("deepseek-v3")
-    assert Layer(shape, 64, ep=8).load.rows > 64 < Layer(shape, 64, ep=8, routing="zipf").load.rows
-    assert Layer(shape, 64, ep=8, routing="balanced").load.rows == 64
+    assert (
+        RankLayer(shape, 64, ep=8).load.rows
+        > 64
+        < RankLayer(shape, 64, ep=8, routing="zipf").load.rows
+    )
+    assert RankLayer(shape, 64, ep=8, routing="balanced").load.rows == 64
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class RankLayer:
     """What is asked about: a layer on one of `tp` · `ep` ranks."""
 
     shape: MoEShape  # whole
@@ -112,12 +112,12 @@ def predict(
     expect(tokens >= 1, op, "tokens", "at least 1", tokens)
     for name, ranks, size in (("tp", tp, shape.intermediate), ("ep", ep, shape.num_experts)):
         expect(ranks >= 1 and size % ranks == 0, op, name, f"a divisor of {size}", ranks)
-    layer = Layer(shape, tokens, scheme, routing, tp, ep)
+    layer = RankLayer(shape, tokens, scheme, routing, tp, ep)
     multiplies = torch.float8_e4m3fn if multiplies_fp8(scheme) else torch.bfloat16
     return predict_with(fits[scheme], layer, ROOFS[device, multiplies])
 
 
-def predict_with(fit: Fit, layer: Layer, roof: Roof) -> Prediction:
+def predict_with(fit: Fit, layer: RankLayer, roof: Roof) -> Prediction:
     """The formulas above, with these numbers."""
     load, H, I = layer.load, layer.shape.hidden, layer.shape.intermediate // layer.tp
     weight, row = weight_bytes(layer.shape, layer.scheme), 1 if multiplies_fp8(layer.scheme) else 2
@@ -142,7 +142,7 @@ def predict_with(fit: Fit, layer: Layer, roof: Roof) -> Prediction:
     return Prediction(work.floor_us(roof), sum(parts), *parts, bound, load)
 
 
-def work_of(layer: Layer) -> Work:
+def work_of(layer: RankLayer) -> Work:
     """What the rank can't avoid: the floor's flops and bytes."""
     load, shape = layer.load, layer.shape
     here = replace(

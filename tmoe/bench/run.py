@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from itertools import product
 from statistics import mean, median, pstdev
 from typing import Any
@@ -17,11 +18,18 @@ import tmoe
 from ..demo.shapes import MoEShape, random_weights
 from .cases import Case, experts_case, prepared_weights
 from .machine import machine_info
-from .peers import Missing
+from .peers import PEERS, Missing
 from .roofline import matmul_tflops
 from .timing import seconds_per_call
 
 PAUSE_SECONDS = 0.3  # before each case on a GPU, so that none inherits the heat of the one before
+
+# What a cell may end with while the others go on: a wrong result, too little memory, and whatever
+# other people's code raises when it is called in a way, or on a machine, that it wasn't made for.
+WRONG = (AssertionError, torch.OutOfMemoryError)
+WRONG_OF_PEERS = (
+    AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 
 Show = Callable[[str], None]  # called with a name before each cell
 
@@ -77,24 +85,27 @@ def measure(
     machine["matmul_tflops_at_start"] = matmul_tflops(device, dtype)
     results = Results(machine, command)
     for shape, scheme, weights in _weights(selection, device, dtype, results.failed):
+        make = partial(
+            experts_case, shape, weights=weights, scheme=scheme, device=device, dtype=dtype
+        )
         for tokens, routing, backend in product(
             selection.tokens, selection.routings, selection.backends
         ):
             name = f"{shape.name} {scheme} {routing} T={tokens} {backend}"
             show(name)
             try:
-                case = experts_case(
-                    shape, tokens, backend, weights, scheme=scheme, routing=routing,
-                    device=device, dtype=dtype,
-                )  # fmt: skip
-                results.benchmarks.append(_measure_one(case, machine["versions"]))
-            except Missing as reason:
+                measured = _measure_one(partial(make, tokens, backend, routing=routing), machine)
+                results.benchmarks.append(measured)
+            except (Missing, tmoe.NoBackendError) as reason:
                 results.skipped[f"{backend}, {scheme}"] = str(reason)
-            except tmoe.NoBackendError as error:
-                results.skipped[f"{backend}, {scheme}"] = str(error)
-            except (AssertionError, torch.OutOfMemoryError) as error:
+            except WRONG as error:
+                results.failed[name] = f"{type(error).__name__}: {error}"
+            except WRONG_OF_PEERS as error:
+                if backend not in PEERS:
+                    raise
                 results.failed[name] = f"{type(error).__name__}: {error}"
             yield results
+        del weights, make  # gigabytes: free them before the next layer
     machine["matmul_tflops_at_end"] = matmul_tflops(device, dtype)
     yield results
 
@@ -105,8 +116,8 @@ def _weights(
     """Every shape in every scheme; gigabytes, so only one shape's are held. What doesn't fit, or
     can't be quantised so, is written into `failed`."""
     for shape in selection.shapes:
-        torch.manual_seed(0)
         for scheme in selection.schemes:
+            torch.manual_seed(0)
             try:
                 plain = random_weights(shape, device, dtype)
                 weights = prepared_weights(plain, scheme)
@@ -118,8 +129,9 @@ def _weights(
             del weights
 
 
-def _measure_one(case: Case, versions: dict[str, str]) -> dict[str, Any]:
+def _measure_one(make: Callable[[], Case], machine: dict[str, Any]) -> dict[str, Any]:
     """Check and time; as pytest-benchmark writes a benchmark."""
+    case = make()
     case.verify()
     if case.device.type == "cuda":
         time.sleep(PAUSE_SECONDS)
@@ -127,7 +139,7 @@ def _measure_one(case: Case, versions: dict[str, str]) -> dict[str, Any]:
     return {
         "name": f"{case.group} {case.backend}",
         "group": case.group,
-        "extra_info": case.info(seconds) | {"versions": versions},
+        "extra_info": case.info(seconds) | {"versions": machine["versions"]},
         "stats": {
             "min": min(seconds),
             "max": max(seconds),
