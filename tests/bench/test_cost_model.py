@@ -125,12 +125,8 @@ def test_it_grows_as_it_must():
     assert predict(QWEN, 16, routing="zipf").us < 0.8 * predict(QWEN, 16, routing="balanced").us
     # The busiest of 8 ranks waits for more rows than its share.
     shape = layer_shape("deepseek-v3")
-    assert (
-        RankLayer(shape, 64, ep=8).load.rows
-        > 64
-        < RankLayer(shape, 64, ep=8, routing="zipf").load.rows
-    )
-    assert RankLayer(shape, 64, ep=8, routing="balanced").load.rows == 64
+    rows = [RankLayer(shape, 64, ep=8, routing=r).load.rows for r in ("balanced", "random", "zipf")]
+    assert rows[0] == 64 < rows[1] < rows[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""How rounds are made and read, on a GPU that is made up: its clock is the sum of what it ran."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tmoe.bench import timing
+from tmoe.bench.timing import CALLS, LEAD_SECONDS, ROUNDS, round_on_gpu, seconds_per_call
+
+
+class Graph:
+    """Of calls that return the seconds that they take."""
+
+    made: list[Graph] = []
+
+    def __init__(self, calls):
+        self.calls, self.replays = calls, 0
+        Graph.made.append(self)
+
+    def replay(self):
+        self.replays += 1
+        Event.clock += sum(call() for call in self.calls)
+
+
+class Event:
+    clock = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.clock
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    Graph.made = []
+    monkeypatch.setattr(timing, "capture", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-4, 1e-2])
+def test_a_time_is_that_of_one_call(seconds):
+    """Of three that take one, two and three times as long, the mean."""
+    calls = [lambda n=n: n * seconds for n in (1, 2, 3)]
+    found = seconds_per_call(calls, torch.device("cuda"))
+    assert found == pytest.approx([2 * seconds] * ROUNDS)
+
+
+def test_a_short_round_has_more_calls_and_a_busy_gpu_before_it():
+    one = round_on_gpu([lambda: 1e-6] * 3)
+    assert one.calls == 3 * 7 >= CALLS  # 20 / 3, rounded up
+    before = Event.clock
+    one.before()
+    assert Event.clock - before == pytest.approx(LEAD_SECONDS, rel=0.1)
+    assert [len(graph.calls) for graph in Graph.made] == [3, 21]
+
+
+def test_a_long_round_is_as_it_is():
+    one = round_on_gpu([lambda: 3e-3] * 3)
+    assert one.calls == 3 and len(Graph.made) == 1
