@@ -41,7 +41,9 @@ PLANS = {
 }
 
 
-def record(name: str, plan: Selection, out: Path, stop_at: float) -> bool:
+def record(
+    name: str, plan: Selection, out: Path, stop_at: float, commit: str | None = None
+) -> bool:
     """Measure a plan and write its file; whether it came to its end."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -53,6 +55,7 @@ def record(name: str, plan: Selection, out: Path, stop_at: float) -> bool:
         cell = text
 
     for found in measure(plan, torch.device(device), dtype, command, show):
+        found.machine["commit"] = commit or found.machine["commit"]
         _write(found, out / f"{name}.json")
         if done == len(plan):  # the clock was read again, for the end
             return True
@@ -78,10 +81,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=["shapes", "routings"])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all plans together")
+    parser.add_argument("--commit", help="written down where the machine has no git")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     stop_at = time.monotonic() + options.seconds
-    ended = [record(name, PLANS[name], options.out, stop_at) for name in options.plans]
+    ended = [
+        record(name, PLANS[name], options.out, stop_at, options.commit) for name in options.plans
+    ]
     sys.exit(0 if all(ended) else 1)
 
 

@@ -35,12 +35,13 @@ def run(*arguments):
 
 
 def test_a_plan_is_recorded(plan, tmp_path, capsys):
-    assert run(str(tmp_path)) == 0
+    assert run(str(tmp_path), "--commit", "abc") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "routings 1/4 tiny bf16 balanced T=2 sonicmoe: skipped"
     assert lines[1].startswith("routings 2/4 tiny bf16 balanced T=2 torch: 2.0 µs, ")
     found = read_results([tmp_path / "routings.json"])
     assert found["machine_info"]["matmul_tflops_at_end"] == 500
+    assert found["machine_info"]["commit"] == "abc"
     *_, skew = Report(found, "torch").tables
     assert [row.texts for row in skew.rows] == [("tiny", "float32", "2", "2.0", "1.00")]
 
