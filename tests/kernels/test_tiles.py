@@ -9,6 +9,7 @@ import torch
 
 import tmoe.kernels.tiles as tiles_module
 from tmoe.kernels.tiles import (
+    BLACKWELL,
     FLOAT32,
     HOPPER,
     INTERPRETER,
@@ -24,6 +25,7 @@ from tmoe.kernels.tiles import (
 QUANTIZED = {"portable codes": QUANTIZED_PORTABLE, **QUANTIZED_BY_KIND}
 TABLES = {
     "Hopper": HOPPER,
+    "Blackwell": BLACKWELL,
     "portable": PORTABLE,
     "fp32": FLOAT32,
     "interpreter": INTERPRETER,
@@ -120,6 +122,7 @@ def test_which_table_serves_which_gpu(monkeypatch):
 
     for dtype in (torch.float16, torch.bfloat16):
         assert table("sm_90", dtype) is HOPPER
+        assert table("sm_100", dtype) is table("sm_103", dtype) is BLACKWELL
         for name in ("sm_80", "sm_86", "sm_120", "gfx942"):
             assert table(name, dtype) is PORTABLE
         assert table("sm_90", dtype, described=False) is PORTABLE
