@@ -47,7 +47,8 @@ def record(
     """Measure a plan and write its file; whether it came to its end."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    command = " ".join(["python", "-m", "bench.record", *sys.argv[1:]])
+    given = ["OUT" if argument == str(out) else argument for argument in sys.argv[1:]]
+    command = " ".join(["python", "-m", "bench.record", *given])
     done, measured, cell = 0, 0, ""
 
     def show(text: str) -> None:
