@@ -7,6 +7,7 @@ from torch import Tensor
 from tmoe.ops import fused_experts, grouped_gemm
 
 from .activations import ExpertsModule, activation_of
+from .quantized import scheme_of
 from .sorted_rows import through_experts
 
 
@@ -36,7 +37,10 @@ def run_experts(
     *,
     weight_on_input: bool = False,
 ) -> Tensor:
-    """`experts_forward`, with the routing weight on the expert's input on request (Llama 4)."""
+    """`experts_forward`, with the routing weight on the expert's input on request (Llama 4).
+
+    Weights that `hold_quantized` put there run in their scheme.
+    """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     # One read each: under PEFT every read of a parametrised weight rebuilds it for all experts.
     gate_up_proj, down_proj = getattr(experts, first), experts.down_proj
@@ -44,7 +48,7 @@ def run_experts(
     down_bias = experts.down_proj_bias if experts.has_bias else None
     if experts.is_transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    rows = x.to(gate_up_proj.dtype)
+    rows, scheme = x.to(gate_up_proj.dtype), scheme_of(experts)
 
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     activation = activation_of(experts)
@@ -60,13 +64,22 @@ def run_experts(
             down_bias=down_bias,
             interleaved=not experts.is_concatenated,
             weight_on_input=weight_on_input,
+            **scheme.of_layer(),
         )
         return out.to(x.dtype)
 
     def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
-        hidden = grouped_gemm(rows, gate_up_proj, expert_offsets, bias=gate_up_bias)
+        hidden = grouped_gemm(
+            rows,
+            gate_up_proj,
+            expert_offsets,
+            bias=gate_up_bias,
+            **scheme.of_gemm("input_scale"),
+        )
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-        out = grouped_gemm(hidden, down_proj, expert_offsets, bias=down_bias)
+        out = grouped_gemm(
+            hidden, down_proj, expert_offsets, bias=down_bias, **scheme.of_gemm("hidden_scale")
+        )
         return out if norm is None else norm(out)
 
     num_experts = down_proj.shape[0]

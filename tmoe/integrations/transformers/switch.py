@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -11,7 +13,7 @@ from .activations import ExpertsModule
 from .families import LEFT_ALONE, adapter_for, looks_like_moe
 from .register import NAME
 from .report import PREVIOUS, Report
-from .swap import class_of, swap_class, why_not_swap
+from .swap import class_of, original_class, swap_class, why_not_swap
 
 
 def switch_all(model: nn.Module, report: Report) -> None:
@@ -50,6 +52,14 @@ def switch_all(model: nn.Module, report: Report) -> None:
         outermost = not any(_is_inside(name, other) for other in unknown if other != name)
         if outermost and not any(_is_inside(inner, name) for inner in known):
             report.skipped[name] = reason
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, ExpertsModule]]:
+    """The modules of `model` that hold experts' weights and run, or can run, on tmoe."""
+    for name, module in model.named_modules():
+        adapted = original_class(module) is not None and not hasattr(module, "parts")
+        if adapted or _dispatches(module):
+            yield name, module
 
 
 def _is_inside(name: str, parent: str) -> bool:

@@ -13,6 +13,8 @@ from ..sorted_rows import through_experts
 class TmoeDbrxExperts(DbrxExperts):
     """Three grouped GEMMs on views: one (E, 2I, H) tensor would be a second copy."""
 
+    cannot_quantize = "its gate and up projections are separate parameters, flat over the experts"
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(B, S, H) to (B, S, H); ids and weights are (B·S, K)."""
         E, I, H = self.num_experts, self.ffn_hidden_size, self.hidden_size

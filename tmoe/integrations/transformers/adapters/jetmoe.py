@@ -8,10 +8,13 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 from tmoe.ops import fused_experts
 
 from ..activations import gated_by
+from ..quantized import scheme_of
 
 
 class TmoeJetMoeMoE(JetMoeMoE):
     """The router's own result is sorted on the host; the top k of its logits are what we want."""
+
+    weight_names = ("input_linear.weight", "output_linear.weight")
 
     def why_not(self) -> str | None:
         """The projections' forward, where offloaded weights would arrive, is not called here."""
@@ -35,5 +38,6 @@ class TmoeJetMoeMoE(JetMoeMoE):
             top_logits.softmax(dim=1).type_as(x),
             topk_ids,
             activation=activation,
+            **scheme_of(self).of_layer(),
         )
         return out.to(x.dtype).view(layer_input.shape) + self.bias

@@ -8,10 +8,14 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from tmoe.ops import fused_experts
 
 from ..activations import gated_by
+from ..quantized import scheme_of
 
 
 class TmoeLongcatFlashExperts(LongcatFlashExperts):
-    """`gate_up_proj` has rows for zero experts too, which nothing reads; `down_proj` has none."""
+    """`gate_up_proj` has rows for zero experts too, which nothing reads; `down_proj` has none.
+    Quantised, both have none."""
+
+    weight_names = ("gate_up_proj", "down_proj")
 
     def why_not(self) -> str | None:
         if self.num_routed_experts == 0:
@@ -32,6 +36,7 @@ class TmoeLongcatFlashExperts(LongcatFlashExperts):
             top_k_weights,
             top_k_index,
             activation=activation,
+            **scheme_of(self).of_layer(),
         )
         kept = top_k_weights.float().masked_fill(top_k_index < E, 0.0).sum(1, keepdim=True)
         return (routed.float() + hidden_states.float() * kept).to(hidden_states.dtype)
