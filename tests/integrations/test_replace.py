@@ -135,8 +135,8 @@ def test_no_moe():
 def test_bad_arguments():
     with pytest.raises(TypeError, match="replace_moe: model must be a Module, got str"):
         tmoe.replace_moe("mistralai/Mixtral-8x7B-v0.1")
-    with pytest.raises(ValueError, match="replace_moe: scheme must be None.*got 'fp8_block'.*bf16"):
-        tmoe.replace_moe(nn.Linear(2, 2), scheme="fp8_block")
+    with pytest.raises(ValueError, match="replace_moe: scheme must be None, bf16.*got nvfp5"):
+        tmoe.replace_moe(nn.Linear(2, 2), scheme="nvfp5")
 
 
 def test_printed_report():

@@ -2,6 +2,7 @@
 
 from .error_report import (
     ErrorReport,
+    ErrorSums,
     FormatComparison,
     compare_formats,
     error_report,
@@ -26,6 +27,7 @@ __all__ = [
     "SCHEMES",
     "ElementType",
     "ErrorReport",
+    "ErrorSums",
     "Format",
     "FormatComparison",
     "QuantizedTensor",

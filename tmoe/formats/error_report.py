@@ -52,6 +52,39 @@ _HEADER = f"{'format':<{_NAME_WIDTH}}{'bits':>6}{'SNR dB':>9}{'max rel.':>10}" +
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorSums:
+    """How far quantised values are off, as sums, which add up over the experts of a layer."""
+
+    signal: float = 0.0  # sum of x²
+    noise: float = 0.0  # sum of errors²
+
+    @classmethod
+    def of(cls, x: Tensor, q: QuantizedTensor) -> ErrorSums:
+        """Of `q`, made from `x`. It reads results back, so on a GPU it waits for the device."""
+        values = x.double()
+        noise = (q.dequantize() - values).square().sum()
+        return cls(values.square().sum().item(), noise.item())
+
+    def __add__(self, other: ErrorSums) -> ErrorSums:
+        return ErrorSums(self.signal + other.signal, self.noise + other.noise)
+
+    @property
+    def snr_db(self) -> float:
+        """10 · log10(signal / noise); infinite without an error."""
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def relative(self) -> float:
+        """|error| / |x|, both as vectors."""
+        return math.sqrt(self.noise / self.signal) if self.signal else math.sqrt(self.noise)
+
+    def __str__(self) -> str:
+        return f"{self.snr_db:.1f} dB ({self.relative:.2%} error)"
+
+
+@dataclass(frozen=True, slots=True)
 class FormatComparison:
     """Reports on one tensor; prints as a table."""
 
@@ -117,11 +150,7 @@ def _measure(x: Tensor, q: QuantizedTensor, name: str) -> ErrorReport:
     element = FORMATS[q.format].element
     values = q.dequantize().double()
     error, magnitude = (values - x).abs(), x.abs()
-    signal, noise = x.square().sum().item(), error.square().sum().item()
-    if noise == 0:
-        snr = math.inf
-    else:
-        snr = 10 * math.log10(signal / noise) if signal else -math.inf
+    sums = ErrorSums(x.square().sum().item(), error.square().sum().item())
 
     flushed = (values == 0) & (x != 0)
     codes = unpack_e2m1(q.data) & 7 if FORMATS[q.format].is_packed else q.data.float().abs()
@@ -132,7 +161,7 @@ def _measure(x: Tensor, q: QuantizedTensor, name: str) -> ErrorReport:
     return ErrorReport(
         name=name,
         bits_per_value=q.bits_per_value,
-        snr_db=snr,
+        snr_db=sums.snr_db,
         max_relative_error=kept.max().item(),
         saturated=(at_top & clipped).double().mean().item(),
         flushed=flushed.double().mean().item(),

@@ -7,7 +7,7 @@ by quantising a loaded model or by reading a checkpoint, ends here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from tmoe.checks import expect, expect_type
 from tmoe.formats import QuantizedTensor, Scheme
 
-from .activations import ExpertsModule
+if TYPE_CHECKING:  # it imports transformers, and reports are printed without
+    from .activations import ExpertsModule
 
 HELD = "tmoe_scheme"  # the child of an experts module that says how its weights are quantised
 

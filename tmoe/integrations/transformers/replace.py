@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 
-from tmoe.arguments import SCHEMES
+from tmoe.arguments import SCHEMES as NOT_QUANTIZED
 from tmoe.checks import expect_type
+from tmoe.formats import Scheme
 
 from .register import register
 from .report import Report
 
 
-def replace_moe(model: nn.Module, scheme: str | None = None) -> Report:
+def replace_moe(
+    model: nn.Module, scheme: str | None = None, *, progress: bool | None = None
+) -> Report:
     """Run the MoE modules of `model` on tmoe, in place; no parameter is moved, copied or renamed.
 
     Experts on transformers' interface are switched through their config. The modules of families
@@ -23,27 +26,38 @@ def replace_moe(model: nn.Module, scheme: str | None = None) -> Report:
     Copies and pickles of the model stay replaced; a process that loads such a pickle calls
     `register`.
 
+    With a scheme the experts' weights are also quantised, in place and for good, a layer at a time:
+    its old weights are let go before the next one begins. The new ones have the old names, no
+    gradient, and the layout (E, 2I, H) and (E, H, I) also where the old ones were transposed.
+    Biases, routers and shared experts stay as they are. A layer that can't be quantised keeps its
+    weights and is reported.
+
     Args:
         model: usually a model of transformers, or any module with one inside.
-        scheme: None, the weights as loaded.
+        scheme: None or "bf16", the weights as loaded; or a name of `tmoe.formats.SCHEMES`.
+        progress: show a progress bar while quantising; None shows it on a terminal.
 
     Returns:
-        A `Report`. A model without MoE gives an empty one, which says so when printed.
+        A `Report`, with the error of each quantised layer. A model without MoE gives an empty one,
+        which says so when printed.
 
     Raises:
         ImportError: transformers is missing or has no experts interface.
-        TypeError: `model` is not a module.
-        ValueError: `scheme` is not None.
+        TypeError: `model` is not a module, `scheme` is not a string.
+        ValueError: `scheme` has no such name.
     """
     expect_type(model, nn.Module, "replace_moe", "model")
+    if scheme in NOT_QUANTIZED:
+        scheme = None
     if scheme is not None:
-        raise ValueError(
-            f"replace_moe: scheme must be None, which keeps the weights as loaded, got {scheme!r}: "
-            f"quantising a loaded model is not available (schemes of tmoe: {', '.join(SCHEMES)})"
-        )
+        Scheme.of(scheme, "replace_moe")
     register()
     from .switch import switch_all  # imports transformers
 
     report = Report()
     switch_all(model, report)
+    if scheme is not None:
+        from .quantize_model import quantize_model
+
+        quantize_model(model, report, scheme, progress)
     return report

@@ -8,6 +8,9 @@ from weakref import ref
 
 from torch import nn
 
+from tmoe.formats import ErrorSums
+
+from .quantized import scheme_of
 from .swap import original_class, swap_class
 
 # On an experts module: the implementation that its config named before replace_moe. Kept there, so
@@ -22,10 +25,17 @@ class Report:
     Attributes:
         replaced: names of the modules that now run on tmoe, in the model's order.
         skipped: names of the modules that look like MoE and were left alone, with the reason.
+        scheme: what the experts were to be quantised to, or None.
+        errors: names of the quantised experts modules, with the error of each projection.
+        not_quantized: names of those that kept their weights although a scheme was given, with the
+            reason.
     """
 
     replaced: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    scheme: str | None = None
+    errors: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
+    not_quantized: dict[str, str] = field(default_factory=dict)
     # Weak references: a report that is kept must not keep the weights.
     _modules: list[ref[nn.Module]] = field(default_factory=list, repr=False)
 
@@ -34,12 +44,26 @@ class Report:
         self.replaced.append(name)
         self._modules += [ref(module) for module in modules]
 
+    def covers(self, name: str) -> bool:
+        """Whether the module of that name is one that was replaced, or inside one."""
+        return any(name == one or name.startswith(f"{one}.") or not one for one in self.replaced)
+
     def restore(self) -> None:
         """Undo the replacement exactly: every class and experts implementation is what it was.
 
         Calling it twice is fine. After `replace_moe` was called twice, either report restores the
         original.
+
+        Raises:
+            RuntimeError: some of the modules hold quantised weights, and the original ones are
+                gone. Nothing has changed then.
         """
+        held = {scheme_of(one).name for r in self._modules if (one := r()) is not None}
+        if schemes := sorted(filter(None, held)):
+            raise RuntimeError(
+                f"restore: the experts were quantised to {', '.join(schemes)} in place and their "
+                "original weights are gone; load the model again to have them"
+            )
         for reference in self._modules:
             module: Any = reference()
             if module is None:
@@ -61,4 +85,12 @@ class Report:
         if self.skipped:
             lines.append(f"{len(self.skipped)} left alone:")
             lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
+        if self.scheme is not None:
+            lines.append(f"{len(self.errors)} experts modules quantised to {self.scheme}:")
+            for name, errors in self.errors.items():
+                each = ", ".join(f"{arg} {error}" for arg, error in errors.items())
+                lines.append(f"  {name}: {each}")
+            if self.not_quantized:
+                lines.append(f"{len(self.not_quantized)} kept their weights:")
+                lines += [f"  {name}: {reason}" for name, reason in self.not_quantized.items()]
         return "\n".join(lines)
