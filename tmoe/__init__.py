@@ -42,7 +42,7 @@ from .routing import (  # noqa: E402
 
 if _TYPE_CHECKING:
     from . import integrations
-    from .integrations.transformers import replace_moe
+    from .integrations.transformers import from_pretrained, replace_moe
     from .nn import Experts, MoE, Router, RoutingReplay, watch_load
 
 __version__ = "0.1.0"
@@ -62,6 +62,7 @@ __all__ = [
     "dequantize",
     "explain",
     "formats",
+    "from_pretrained",
     "fused_experts",
     "grouped_gemm",
     "integrations",
@@ -88,6 +89,7 @@ _LAZY = {
     "Experts": "tmoe.nn",
     "RoutingReplay": "tmoe.nn",
     "watch_load": "tmoe.nn",
+    "from_pretrained": "tmoe.integrations.transformers",
     "replace_moe": "tmoe.integrations.transformers",
     "integrations": "tmoe.integrations",
 }

@@ -125,7 +125,7 @@ def read_experts(
         weights = _plain(checkpoint, names, experts, device)
         return ExpertWeights(*weights, first, second, interleaved)
     stored.expect_sizes(hidden_size, intermediate_size)
-    gate_up, down = stored.read(device, dtype)
+    gate_up, down = stored.read_first(device, dtype), stored.read_down(device, dtype)
     scales = stored.input_scales(device)
     return ExpertWeights(gate_up, down, first, second, interleaved, stored.scheme, *scales)
 

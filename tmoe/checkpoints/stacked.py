@@ -120,14 +120,13 @@ class StoredExperts:
             for shape, count in zip(self.shapes, (halves, 1), strict=True)
         ]
 
-    def read(
-        self, device: str | torch.device, dtype: torch.dtype
-    ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Both weights, expert by expert into tensors on `device`."""
-        gate_up_shape, down_shape = self.shapes
-        gate_up = self._stack(self.first, gate_up_shape, device, dtype)
-        down = self._stack([(matrix,) for matrix in self.down], down_shape, device, dtype)
-        return gate_up, down
+    def read_first(self, device: str | torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """(E, 2I, H), expert by expert into a tensor on `device`."""
+        return self._stack(self.first, self.shapes[0], device, dtype)
+
+    def read_down(self, device: str | torch.device, dtype: torch.dtype) -> QuantizedTensor:
+        """(E, H, I), likewise."""
+        return self._stack([(matrix,) for matrix in self.down], self.shapes[1], device, dtype)
 
     def input_scales(self, device: str | torch.device) -> tuple[Tensor | None, Tensor | None]:
         """(E,) each: of the inputs of gate and up, the larger of theirs, and of down."""

@@ -5,8 +5,9 @@ switches a loaded model over, in place, and says what it did. transformers is im
 calls, not before.
 """
 
+from .load_model import from_pretrained
 from .register import register
 from .replace import replace_moe
 from .report import Report
 
-__all__ = ["Report", "register", "replace_moe"]
+__all__ = ["Report", "from_pretrained", "register", "replace_moe"]
