@@ -21,7 +21,7 @@ from tmoe.checkpoints.stored import CODES, Stored
 from tmoe.checks import expect
 
 from .checkpoint_names import Destinations
-from .quantized import HELD, hold_quantized, weight_names
+from .quantized import HELD, hold_quantized, weight_names, why_not_quantized
 from .replace import replace_moe
 from .report import Report
 from .switch import expert_modules
@@ -74,7 +74,7 @@ class CheckpointLoading:
         Raises ``ValueError``, with the file and the tensor, for whatever doesn't fit.
         """
         self.report = replace_moe(model)
-        modules = dict(expert_modules(model))
+        modules = {n: m for n, m in expert_modules(model) if why_not_quantized(m) is None}
         targets = {}
         for name, module in modules.items():
             for role, parameter in zip(("first", "down"), weight_names(module), strict=True):
@@ -88,9 +88,9 @@ class CheckpointLoading:
         for name, parts in places.dense.items():
             self._plan_dense(name, parts, shapes.get(places.target(name) or ""))
         for name, sources in places.experts.items():
-            E = modules[name].get_parameter(weight_names(modules[name])[1]).shape[0]
-            first, down = sources.names(name, E, OP)
-            self._plan_experts(name, modules[name], first, down, E)
+            weights = [modules[name].get_parameter(n) for n in weight_names(modules[name])]
+            first, down = sources.names(name, len(weights[0]), len(weights[1]), OP)
+            self._plan_experts(name, modules[name], first, down, len(weights[1]))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _plan_plain(self, name: str, info: TensorInfo, shape: torch.Size | None) -> None:
@@ -132,13 +132,13 @@ class CheckpointLoading:
         biased = stored.padded != stored.first[0][0].rows and getattr(module, "has_bias", False)
         wanted = "a multiple of 128 where gate and up have biases and blocks of scales of their own"
         expect(not biased, OP, name, wanted, stored.first[0][0].rows)
-        empty = stored.empty(self.dtype, "meta")
+        gate_up, down_proj = stored.empty(self.dtype, "meta")
         if stored.padded != stored.first[0][0].rows:
-            _make_room(module, names, [weight.shape for weight in empty], transposed)
+            _make_room(module, names, [gate_up.shape, down_proj.shape], transposed)
         scales: dict[str, Tensor] = {}
         if stored.has_static_scales:
             scales = {k: torch.empty(E, device="meta") for k in ("input_scale", "hidden_scale")}
-        hold_quantized(module, *empty, stored.scheme, **scales)
+        hold_quantized(module, gate_up, down_proj, stored.scheme, **scales)
         for parameter, read in zip(names, (stored.read_first, stored.read_down), strict=True):
             self.state_dict[f"{name}.{parameter}"] = LazyTensor(self.dtype, _as_parameter(read))
         for i, scale in enumerate(scales):

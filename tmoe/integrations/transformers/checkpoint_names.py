@@ -39,25 +39,34 @@ class ExpertSources:
     def add(self, role: str, expert: int, layer: str) -> None:
         self.layers.setdefault(role, {})[expert] = layer
 
-    def names(self, module: str, num_experts: int, op: str) -> tuple[tuple[str, ...], str]:
-        """Names for `StoredExperts.find`: of the first projection, and of the second."""
+    def names(
+        self, module: str, num_first: int, num_experts: int, op: str
+    ) -> tuple[tuple[str, ...], str]:
+        """Names for `StoredExperts.find`: of the first projection, and of the second.
+
+        `num_first`: experts that the module's first weight has rows for. LongCat-Flash's has more
+        than the second: those do nothing, and aren't read.
+        """
         roles = set(self.layers)
         wanted = "gate, up and down_proj of all experts, or fused tensors of both"
         ok = roles in ({"gate", "up", "down"}, {"up", "down"}, {"fused_first", "fused_down"})
         expect(ok, op, module, wanted, ", ".join(sorted(roles)))
-        names = {role: self._name(role, module, num_experts, op) for role in self.layers}
+        counts = {role: num_first if role in ("gate", "up") else num_experts for role in roles}
+        names = {
+            role: self._name(role, module, num_experts, count, op) for role, count in counts.items()
+        }
         first = ("fused_first",) if "fused_first" in roles else ("gate", "up")
         down = "fused_down" if "fused_first" in roles else "down"
         return tuple(names[role] for role in first if role in names), names[down]
 
-    def _name(self, role: str, module: str, num_experts: int, op: str) -> str:
+    def _name(self, role: str, module: str, num_experts: int, at_most: int, op: str) -> str:
         layers = self.layers[role]
         if role.startswith("fused"):
             return layers[0]
         absent = [e for e in range(num_experts) if e not in layers]
         what = f"{module}: {role}_proj"
         expect(not absent, op, what, f"of experts 0 to {num_experts - 1}", f"none of {absent[:8]}")
-        more = sorted(set(layers) - set(range(num_experts)))
+        more = sorted(set(layers) - set(range(at_most)))
         expect(not more, op, what, f"of {num_experts} experts, as the config says", f"{more[:8]}")
         head, _, last = layers[0].rpartition(".0.")
         name = f"{head}.{{e}}.{last}"

@@ -12,7 +12,6 @@ from importlib import import_module
 
 from torch import nn
 
-from .register import FP8_REASON
 from .swap import class_of, original_class
 
 _MODELS = "transformers.models"
@@ -29,11 +28,11 @@ ADAPTERS = {
 _DROPS = "capacity-limited routing that drops tokens, with a dense module per expert"
 LEFT_ALONE = {
     "DogeCDMoE": "product-key experts of one embedding row each: there is no expert GEMM to run",
-    "FP8Experts": FP8_REASON,
     "InklingSharedExperts": "shared experts, which every token passes through: nothing is routed",
     "JetMoeMoA": "a mixture of attention projections: its two halves surround the attention itself",
     "Mxfp4GptOssExperts": (
-        "MXFP4 experts are not supported by tmoe yet; load with Mxfp4Config(dequantize=True)"
+        "transformers has its MXFP4 weights in a layout of other kernels; load the checkpoint with "
+        "tmoe.from_pretrained, which keeps them as they are stored"
     ),
     "NllbMoeSparseMLP": _DROPS,
     "SwitchTransformersSparseMLP": _DROPS,

@@ -109,20 +109,18 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    is_name = (
-        isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    )
-    if not is_name:
+    name = str(path)
+    if not isinstance(path, str) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         wanted = "a folder with config.json and safetensors files, or a name on the Hub"
-        raise FileNotFoundError(f"{OP}: path must be {wanted}, got {str(path)!r}")
+        raise FileNotFoundError(f"{OP}: path must be {wanted}, got {name!r}")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(path), allow_patterns=list(_FILES)))
+    return Path(snapshot_download(name, allow_patterns=list(_FILES)))
 
 
-def _take_description(config: Any) -> dict[int, Any]:
+def _take_description(config: Any) -> dict[bool, Any]:
     """Take what the config says about quantisation away from transformers."""
-    stated = {}
+    stated: dict[bool, Any] = {}
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
             stated[part is config] = part.quantization_config
@@ -130,7 +128,7 @@ def _take_description(config: Any) -> dict[int, Any]:
     return stated
 
 
-def _put_back(model: Any, stated: dict[int, Any]) -> None:
+def _put_back(model: Any, stated: dict[bool, Any]) -> None:
     """The config says what the checkpoint's did."""
     del model.config.quantization_config
     for is_whole, description in stated.items():

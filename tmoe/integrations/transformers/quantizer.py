@@ -28,7 +28,7 @@ class TmoeQuantizationConfig(QuantizationConfigMixin):
     """Carries the loading to the quantiser."""
 
     def __init__(self, loading: CheckpointLoading) -> None:
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         self.loading = loading
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,6 +39,7 @@ class TmoeQuantizer(HfQuantizer):
     """Prepares a model for the tensors of a checkpoint, while it is on the meta device."""
 
     requires_calibration = False
+    quantization_config: TmoeQuantizationConfig
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         self.quantization_config.loading.prepare(model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch import Tensor, nn
-
 NAME = "tmoe"
 
 
@@ -24,9 +22,10 @@ def register() -> None:
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 
     from .experts import experts_forward
+    from .fp8_experts import fp8_experts_forward
 
     moe.ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, refuse_fp8)
+    FP8ExpertsInterface.register(NAME, fp8_experts_forward)
 
 
 def import_experts_interface() -> ModuleType:
@@ -41,15 +40,3 @@ def import_experts_interface() -> ModuleType:
             'pip install "tmoe[transformers]"'
         ) from error
     return moe
-
-
-def refuse_fp8(experts: nn.Module, hidden_states: Tensor, *args: Tensor) -> Tensor:
-    """What ``"tmoe"`` means for fine-grained FP8 experts, which have a registry of their own."""
-    layer = f"{type(experts).__name__}({experts.num_experts} experts)"
-    raise NotImplementedError(f"{layer}: {FP8_REASON}")
-
-
-FP8_REASON = (
-    "tmoe doesn't support fine-grained FP8 experts yet; use experts_implementation='grouped_mm', "
-    "or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
-)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from tmoe.arguments import FLOATS
 
 from .activations import ExpertsModule
 from .families import LEFT_ALONE, adapter_for, looks_like_moe
+from .fp8_experts import is_fp8_experts, why_not_fp8
 from .register import NAME
 from .report import PREVIOUS, Report
 from .swap import class_of, original_class, swap_class, why_not_swap
@@ -18,7 +20,8 @@ from .swap import class_of, original_class, swap_class, why_not_swap
 
 def switch_all(model: nn.Module, report: Report) -> None:
     """Switch what can be switched in `model` and fill `report`."""
-    fp8_configs = {id(m.config) for m in model.modules() if class_of(m).__name__ == "FP8Experts"}
+    fp8 = [module for module in model.modules() if is_fp8_experts(module)]
+    fixed = {id(m.config) for m in fp8 if _why_not_switch_fp8(m) is not None}
     on_interface: list[ExpertsModule] = []
     unknown: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -33,10 +36,10 @@ def switch_all(model: nn.Module, report: Report) -> None:
                 report.add(name, *_adapt(module, adapter))
         elif class_name in LEFT_ALONE:
             reason = LEFT_ALONE[class_name]
-        elif _dispatches(module):
-            reason = _why_not_weights(module)
-            if reason is None and id(module.config) in fp8_configs:
-                reason = "it shares its config, and so its implementation, with FP8 experts"
+        elif (is_fp8 := is_fp8_experts(module)) or _dispatches(module):
+            reason = _why_not_switch_fp8(module) if is_fp8 else _why_not_weights(module)
+            if reason is None and id(module.config) in fixed:
+                reason = "it shares its config, and so its implementation, with others left alone"
             if reason is None:
                 on_interface.append(module)
                 report.add(name, module)
@@ -66,15 +69,21 @@ def _is_inside(name: str, parent: str) -> bool:
     return name == parent or parent == "" or name.startswith(f"{parent}.")
 
 
-def _dispatches(module: nn.Module) -> bool:
-    """Whether the module's forward looks its implementation up in transformers' registry.
+def _why_not_switch_fp8(module: nn.Module) -> str | None:
+    if not _dispatches(module, ALL_FP8_EXPERTS_FUNCTIONS):
+        return "its FP8Experts don't look their implementation up in transformers' registry"
+    return why_not_fp8(module)
+
+
+def _dispatches(module: nn.Module, registry: ExpertsInterface = ALL_EXPERTS_FUNCTIONS) -> bool:
+    """Whether the module's forward looks its implementation up in that registry of transformers.
 
     Read off the decorator's wrapper, which closes over the registry. The flags that the decorator
     also sets would be no proof: a subclass with a forward of its own, which no config changes, has
     them too.
     """
     closure = getattr(type(module).forward, "__closure__", None) or ()
-    return any(cell.cell_contents is ALL_EXPERTS_FUNCTIONS for cell in closure)
+    return any(cell.cell_contents is registry for cell in closure)
 
 
 def _set_implementation(modules: list[ExpertsModule]) -> None:
