@@ -137,6 +137,18 @@ def test_e8m0_extremes(tmp_path):
             assert (got[1, 1] == 2.0 ** (byte - 127)).all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_scales_of_inputs_that_say_nothing(number, tmp_path):
+    """QN18: experts that calibration never met."""
+    kind = next(k for k in KINDS if k.name == "modelopt-NVFP4")
+    tensors, _ = stored(kind, matrices())
+    name = f"{PREFIX}.1.up_proj.input_scale"
+    tensors[name] = torch.tensor(number)
+    folder = write(tmp_path, tensors, {"quantization_config": kind.config})
+    with pytest.raises(ValueError, match=f"{name} must be finite and at least 0.*, got {number}"):
+        read_experts(Checkpoint(folder), PREFIX)
+
+
 def test_ordinary_weights(tmp_path):
     """Experts that aren't quantised come as they are, stacked."""
     weights = {f"{layer}.weight": w.bfloat16() for layer, w in matrices().items()}

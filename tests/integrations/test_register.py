@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import tmoe
 from tests.integrations.counting import CountOps
@@ -38,18 +37,6 @@ def test_from_config_and_set():
     assert not ops.calls
     model.set_experts_implementation("tmoe")
     assert model.get_experts_implementation()[""] == "tmoe"
-
-
-def test_fp8_experts_refuse_with_a_reason():
-    register()
-    config = BY_NAME["mixtral"].build().config
-    config._experts_implementation = "tmoe"
-    # As the FP8 quantiser does it, on a class of our own since decorating changes the class.
-    own = type("FP8Experts", (FP8Experts,), {})
-    decorated = use_experts_implementation(own, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
-    experts = decorated(config, block_size=(16, 16))
-    with pytest.raises(NotImplementedError, match=r"FP8Experts\(8 experts\).*FP8.*dequantize=True"):
-        experts(torch.zeros(2, 64), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "dbrx"])

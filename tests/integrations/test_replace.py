@@ -243,16 +243,18 @@ def test_other_weight_dtypes_are_left_alone(name):
     assert all("float8_e4m3fn" in reason for reason in report.skipped.values())
 
 
-def test_fp8_experts_are_left_alone():
-    """Also by what shares their config: the name on it chooses for both kinds."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts
+def test_fp8_experts_that_tmoe_cannot_run():
+    """They are left alone, and what shares their config too: the name on it chooses for both."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
 
     model = BY_NAME["mixtral"].build()
-    config = model.config
-    model.model.layers[0].mlp.experts = FP8Experts(config, block_size=(16, 16))
+    own = type("FP8Experts", (FP8Experts,), {})
+    decorated = use_experts_implementation(own, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    model.model.layers[0].mlp.experts = decorated(model.config, block_size=(16, 16))
     report = tmoe.replace_moe(model)
     assert report.replaced == []
-    assert "FP8" in report.skipped["model.layers.0.mlp.experts"]
+    assert "block_size is (16, 16)" in report.skipped["model.layers.0.mlp.experts"]
     assert "shares its config" in report.skipped["model.layers.1.mlp.experts"]
     assert model.get_experts_implementation()[""] == "grouped_mm"
 

@@ -82,7 +82,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             _bad(path, wanted, f"{size} bytes: cut off, or not a safetensors file")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text.decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         _bad(path, "a safetensors file with a header in JSON", str(error))
     if not isinstance(header, dict):

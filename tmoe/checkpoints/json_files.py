@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
         got = f"a link to {path.readlink()}, which isn't there"
         raise FileNotFoundError(f"{OP}: {path} must be a file in JSON, got {got}")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes().decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{OP}: {path.name} must be in JSON, got {error}") from error
     expect(isinstance(value, dict), OP, path.name, "an object in JSON", type(value).__name__)

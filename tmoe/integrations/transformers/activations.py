@@ -81,7 +81,7 @@ def activation_of(experts: ExpertsModule) -> Activation | None:
     if not experts.has_gate:
         name = elementwise_name(experts.act_fn)
         return None if name is None else Activation(name)
-    owner = _owner_of_gate(type(experts))
+    owner = owner_of_gate(type(experts))
     if owner == "default":
         # It splits in halves; a module that says "interleaved" and splits in halves is left alone.
         return gated_by(experts.act_fn) if experts.is_concatenated else None
@@ -89,7 +89,7 @@ def activation_of(experts: ExpertsModule) -> Activation | None:
 
 
 @torch.compiler.assume_constant_result
-def _owner_of_gate(cls: type) -> str:
+def owner_of_gate(cls: type) -> str:
     """The class of transformers that defines the gate of `cls`, "default", or "" (someone else's).
 
     A function of the class alone, which torch.compile takes as a constant since it can't trace it.

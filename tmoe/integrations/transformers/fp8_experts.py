@@ -14,7 +14,7 @@ from tmoe.activation import Activation
 from tmoe.formats import QuantizedTensor, decode_e8m0
 from tmoe.ops import fused_experts
 
-from .activations import ExpertsModule, elementwise_name, gated_by
+from .activations import ExpertsModule, elementwise_name, gated_by, owner_of_gate
 
 _BLOCKS = "blocks of 128 x 128, or of 1 x 32 with e8m0 scales"
 
@@ -127,9 +127,8 @@ def _activation(experts: ExpertsModule) -> Activation | None:
     if not experts.has_gate:
         name = elementwise_name(experts.act_fn)
         return None if name is None else Activation(name)
-    gate = type(experts)._apply_gate
-    known = gate.__qualname__ == "FP8Experts._apply_gate"
-    if not known or getattr(experts, "gate_softcap", None) is not None:
+    owner = owner_of_gate(type(experts))
+    if owner != "FP8Experts" or getattr(experts, "gate_softcap", None) is not None:
         return None
     alpha, limit = experts.swiglu_alpha, experts.swiglu_limit
     if alpha is not None:
