@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints.kinds import (
     compressed_tensors,
@@ -156,3 +157,29 @@ def test_ordinary_weights(tmp_path):
     gate_up, down = stacked({name.removesuffix(".weight"): w for name, w in weights.items()}, QWEN)
     assert torch.equal(got.gate_up_proj, gate_up) and torch.equal(got.down_proj, down)
     assert got.scheme is None and got.down_proj.shape == (E, H, I)
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every storage that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        if isinstance(out, torch.Tensor) and not aliases and "from_file" not in str(func):
+            self.sizes.append(out.untyped_storage().nbytes())
+        return out
+
+
+def test_nothing_is_held_twice(tmp_path):
+    """WL11: beside the stacked tensors, nothing of the size of two experts is allocated."""
+    tensors, _ = stored(KINDS[0], matrices(E=8))
+    folder = write(tmp_path, tensors, {"quantization_config": KINDS[0].config})
+    with Allocations() as allocations:
+        got = read_experts(Checkpoint(folder), PREFIX)
+    one = got.gate_up_proj.data[0].nbytes
+    large = [size for size in allocations.sizes if size > one]
+    assert sorted(large) == sorted([got.gate_up_proj.data.nbytes, got.down_proj.data.nbytes])

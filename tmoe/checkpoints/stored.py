@@ -163,6 +163,11 @@ class Stored:
     def _checked(self, op: str) -> Stored:
         """Itself with its shape, after a look at every header."""
         spec, data = FORMATS[self.linear.format], self.infos["data"]
+        needs = {"scale", *(["global_scale"] if spec.has_global_scale else [])}
+        if self.linear.static:
+            needs.add("input_scale")
+        for role in sorted(needs - set(self.infos)):
+            self._missing(role, op)
         self._expect(data, _DATA[spec.element.name], op)
         sizes = data.shape
         if self.infos["data"].name.endswith("_blocks"):  # (E, N, K/32, 16)
@@ -183,17 +188,10 @@ class Stored:
                 count = math.prod(info.shape)
                 ones = "one number" if E == 1 else f"one number, or one for each of {E} experts"
                 expect(count in (1, E), op, f"{info}", ones, f"shape {info.shape}")
-        needs = {"scale", *(["global_scale"] if spec.has_global_scale else [])}
-        if self.linear.static:
-            needs.add("input_scale")
-        for role in sorted(needs - set(self.infos)):
-            self._missing(role, op)
         return replace(self, shape=shape)
 
     def _check_scale(self, shape: tuple[int, ...], op: str) -> None:
         spec = FORMATS[self.linear.format]
-        if "scale" not in self.infos:
-            self._missing("scale", op)
         info = self.infos["scale"]
         self._expect(info, _SCALE[spec.scale.name], op)
         block = spec.check_block_shape(self.linear.block_shape, op)

@@ -76,6 +76,8 @@ def from_pretrained(
         expect(name not in options, OP, name, "left to tmoe", options.get(name))
     both = device is not None and device_map is not None
     expect(not both, OP, "device_map", "None where device is given", device_map)
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    expect("disk" not in places, OP, "device_map", "without disk", device_map)
     folder = _folder(path)
     checkpoint = Checkpoint(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
