@@ -214,6 +214,42 @@ def tune(
     raise typer.Exit(0 if good else 1)
 
 
+@app.command()
+def quantize(
+    model_dir: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.")],
+    out_dir: Annotated[Path, typer.Argument(help="A new folder, or one that this run began.")],
+    scheme: Annotated[str, typer.Option(help="fp8_block, fp8_channel, nvfp4, mxfp4_a16, ...")],
+    format: Annotated[
+        str | None,
+        typer.Option(help="deepseek (for fp8_block), compressed-tensors (the others) or modelopt."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; the result is the same.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Quantise the experts of a model on disk into a checkpoint that vLLM and others read.
+
+    Routers, attention, shared experts and all other files are copied byte for byte. One expert at a
+    time is in memory. A run that was stopped goes on when it is started again with the same
+    arguments. Exits with 1 if the model can't be quantised so, and says why.
+    """
+    from . import __version__
+    from .checkpoints import quantize_checkpoint
+    from .checkpoints.write_formats import written_format
+
+    try:
+        written_format(scheme, format)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        report = quantize_checkpoint(
+            model_dir, out_dir, scheme, format=format, device=device, version=__version__
+        )
+    except (ValueError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
 def _layer(model: str | None, sizes: dict[str, Any], activation: str | None) -> Layer:
     from .activation import Activation
     from .dispatch.known import Layer, model_layer
