@@ -52,11 +52,6 @@ class Written:
     def recipe(self) -> Recipe:
         return SCHEMES[self.scheme].weights[0]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the parts are called, below a linear."""
-        return tuple(filter(None, (self.data, self.scale, self.global_scale)))
-
     def describe(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
         """Names, dtypes and shapes of what `parts` gives for a matrix (N, K)."""
         form, block = self.recipe.format, self.recipe.block_shape
