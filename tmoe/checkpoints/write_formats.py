@@ -80,7 +80,8 @@ class Written:
 
     def configs(self, not_quantized: Sequence[str], version: str) -> dict[str, Config]:
         """The `quantization_config` for config.json, and further files by name."""
-        ignored = list(not_quantized)
+        # A model that ties it to its embedding has a linear of that name and no tensor.
+        ignored = list(dict.fromkeys((*not_quantized, "lm_head")))
         if self.method == "deepseek":
             config = {"quant_method": "fp8", **self.config, "modules_to_not_convert": ignored}
             return {"config.json": config}

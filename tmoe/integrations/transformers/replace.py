@@ -30,7 +30,7 @@ def replace_moe(
     its old weights are let go before the next one begins. The new ones have the old names, no
     gradient, and the layout (E, 2I, H) and (E, H, I) also where the old ones were transposed.
     Biases, routers and shared experts stay as they are. A layer that can't be quantised keeps its
-    weights and is reported.
+    weights and is reported. `save_pretrained` then writes what ``tmoe quantize`` makes of a model.
 
     Args:
         model: usually a model of transformers, or any module with one inside.
@@ -58,6 +58,8 @@ def replace_moe(
     switch_all(model, report)
     if scheme is not None:
         from .quantize_model import quantize_model
+        from .save import prepare_saving
 
         quantize_model(model, report, scheme, progress)
+        prepare_saving(model)
     return report
