@@ -50,6 +50,8 @@ OPTIONAL = {
     "jinja2": ("bench",),
     "markupsafe": ("bench",),
     "matplotlib": ("demo", "formats", "bench"),
+    "matplotlib": ("demo", "formats"),
+    "lm_eval": ("integrations",),
     "transformers": ("demo", "integrations"),
 }
 
