@@ -39,13 +39,13 @@ from .routing import (  # noqa: E402
     unpack_topk,
     update_correction_bias,
 )
+from .version import __version__  # noqa: E402, F401
 
 if _TYPE_CHECKING:
     from . import integrations
     from .integrations.transformers import from_pretrained, replace_moe
     from .nn import Experts, MoE, Router, RoutingReplay, watch_load
 
-__version__ = "0.1.0"
 __all__ = [
     "Activation",
     "ExpertLoad",

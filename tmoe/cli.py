@@ -232,7 +232,6 @@ def quantize(
     time is in memory. A run that was stopped goes on when it is started again with the same
     arguments. Exits with 1 if the model can't be quantised so, and says why.
     """
-    from . import __version__
     from .checkpoints import quantize_checkpoint
     from .checkpoints.write_formats import written_format
 
@@ -241,9 +240,7 @@ def quantize(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        report = quantize_checkpoint(
-            model_dir, out_dir, scheme, format=format, device=device, version=__version__
-        )
+        report = quantize_checkpoint(model_dir, out_dir, scheme, format=format, device=device)
     except (ValueError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

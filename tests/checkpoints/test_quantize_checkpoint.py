@@ -28,7 +28,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def quantize(source: Path, out: Path, scheme: str, format: str | None = None):
-    return quantize_checkpoint(source, out, scheme, format=format, version="1")
+    return quantize_checkpoint(source, out, scheme, format=format)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

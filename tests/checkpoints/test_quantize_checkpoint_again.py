@@ -25,7 +25,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def quantize(source: Path, out: Path, scheme: str, format: str | None = None):
-    return quantize_checkpoint(source, out, scheme, format=format, version="1")
+    return quantize_checkpoint(source, out, scheme, format=format)
 
 
 PROGRAM = """
@@ -38,7 +38,7 @@ def slow(self, *args):
         time.sleep(60)
     return real(self, *args)
 write_shard.ShardWriter.__exit__ = slow
-quantize_checkpoint(sys.argv[1], sys.argv[2], "nvfp4", version="1")
+quantize_checkpoint(sys.argv[1], sys.argv[2], "nvfp4")
 """
 
 

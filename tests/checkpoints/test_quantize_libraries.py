@@ -52,7 +52,7 @@ def of_linear(values: dict[str, torch.Tensor], linear: str) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", [s for method, s in WRITTEN if method == "compressed-tensors"])
 def test_compressed_tensors_decompresses_it(scheme, source, tmp_path):
     """The 4-bit formats and MXFP8 come back in bf16, NVFP4's after other roundings than ours."""
-    quantize_checkpoint(source, tmp_path / "out", scheme, format="compressed-tensors", version="1")
+    quantize_checkpoint(source, tmp_path / "out", scheme, format="compressed-tensors")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(config)
     (group,) = parsed.config_groups.values()
@@ -72,7 +72,7 @@ def test_compressed_tensors_decompresses_it(scheme, source, tmp_path):
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_a16", "mxfp4_a16"])
 def test_transformers_loads_compressed_tensors(scheme, source, tmp_path):
     """Its reader of experts takes neither blocks, nor MXFP8, nor NVFP4's global scale (5.24)."""
-    quantize_checkpoint(source, tmp_path / "out", scheme, version="1")
+    quantize_checkpoint(source, tmp_path / "out", scheme)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out",
         dtype=torch.float32,
@@ -91,7 +91,7 @@ def test_transformers_loads_deepseeks_format(fused, source, tmp_path):
     if fused:
         source = tmp_path / "fused"
         qwen3_moe().save_pretrained(source, save_original_format=False)
-    quantize_checkpoint(source, tmp_path / "out", "fp8_block", version="1")
+    quantize_checkpoint(source, tmp_path / "out", "fp8_block")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, want in ours(tmp_path / "out", "fp8_block").items():
         assert torch.equal(model.get_parameter(f"{LAYER}.{name}"), want)
@@ -108,7 +108,7 @@ def assert_rest_is_as_before(model: nn.Module) -> None:
 def test_modelopt_dequantizes_it(source, tmp_path):
     """With the class that its exporter quantises by."""
     qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
-    quantize_checkpoint(source, tmp_path / "out", "nvfp4", format="modelopt", version="1")
+    quantize_checkpoint(source, tmp_path / "out", "nvfp4", format="modelopt")
     values = ours(tmp_path / "out", "nvfp4")
     for linear, state in linears(tmp_path / "out").items():
         want = of_linear(values, linear)

@@ -35,7 +35,6 @@ def quantize_checkpoint(
     format: str | None = None,
     device: str | torch.device = "cpu",
     progress: bool | None = None,
-    version: str,
 ) -> CheckpointReport:
     """Write a copy of a checkpoint with its experts quantised, as vLLM and others read it.
 
@@ -55,7 +54,6 @@ def quantize_checkpoint(
             or "modelopt".
         device: where to compute. The result is the same everywhere.
         progress: show a progress bar; None shows it on a terminal.
-        version: of tmoe, for configurations that name their producer.
 
     Raises:
         FileNotFoundError: a file of the source is missing.
@@ -93,7 +91,7 @@ def quantize_checkpoint(
     linears = [name for name in infos if name.endswith(".weight") and name not in experts]
     kept = [name.removesuffix(".weight") for name in linears if len(infos[name].shape) == 2]
     kept += [name for name in left_alone if f"{name}.gate_up_proj" in infos]
-    for name, extra in written.configs(kept, version).items():
+    for name, extra in written.configs(kept).items():
         whole = {**config, "quantization_config": extra} if name == CONFIG else extra
         write_json(out / name, whole)
     tensors = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..checks import expect
 from ..formats import SCHEMES, QuantizedTensor, Scheme
 from ..formats.recipe import Recipe
+from ..version import __version__
 
 OP = "quantize_checkpoint"
 Config = dict[str, Any]
@@ -78,7 +79,7 @@ class Written:
         """compressed-tensors stores one number as (1,), ModelOpt as ()."""
         return (1,) if self.method == "compressed-tensors" else ()
 
-    def configs(self, not_quantized: Sequence[str], version: str) -> dict[str, Config]:
+    def configs(self, not_quantized: Sequence[str]) -> dict[str, Config]:
         """The `quantization_config` for config.json, and further files by name."""
         # A model that ties it to its embedding has a linear of that name and no tensor.
         ignored = list(dict.fromkeys((*not_quantized, "lm_head")))
@@ -97,7 +98,7 @@ class Written:
             }
             return {"config.json": config}
         # Loaders ask for the producer's name to recognise the format; the version says who wrote.
-        producer = {"name": "modelopt", "version": f"tmoe {version}"}
+        producer = {"name": "modelopt", "version": f"tmoe {__version__}"}
         stated = {"quant_algo": self.config["quant_algo"], "kv_cache_quant_algo": None}
         if "group_size" in self.config:
             stated["group_size"] = self.config["group_size"]

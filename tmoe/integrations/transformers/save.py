@@ -59,9 +59,7 @@ class TmoeQuantizer(HfQuantizer):
         rest = revert_weight_conversion(model, {k: v.to("meta") for k, v in state.items()})
         kept = [k for k, v in rest.items() if k.endswith(".weight") and v.ndim == 2]
         kept = [name.removesuffix(".weight") for name in kept]
-        from tmoe import __version__
-
-        model.config.quantization_config = written.configs(kept, __version__)["config.json"]
+        model.config.quantization_config = written.configs(kept)["config.json"]
         return {**state, **quantized}, {}
 
 
