@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import tmoe
 from tests.checkpoints.tiny_models import llama4, qwen3_moe, save
+from tests.live_bytes import LiveBytes
 from tmoe.checkpoints import Checkpoint, quantize_checkpoint, read_experts
 from tmoe.checkpoints.write_formats import METHODS, WRITTEN
 from tmoe.cli import app
@@ -122,6 +123,17 @@ def test_one_file_without_an_index(source, tmp_path):
     one, many = tensors(tmp_path / "a"), tensors(tmp_path / "b")
     assert one.keys() == many.keys()
     assert all(torch.equal(as_bytes(one[name]), as_bytes(many[name])) for name in one)
+
+
+def test_one_expert_at_a_time(tmp_path):
+    """In one file of two layers of 32 experts, little more than an expert is in memory."""
+    model = qwen3_moe(num_experts=32)
+    source = save(model, tmp_path / "source", shards=False)
+    expert = 3 * 128 * 128 * 2  # bytes
+    with LiveBytes() as memory:
+        quantize(source, tmp_path / "out", "nvfp4")
+    assert expert < memory.most < 16 * expert  # errors are summed in fp64
+    assert memory.most < (source / "model.safetensors").stat().st_size / 4
 
 
 def test_fused_experts_of_llama4_become_linears(tmp_path):

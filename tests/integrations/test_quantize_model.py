@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tmoe
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import outputs
+from tests.live_bytes import LiveBytes
 from tmoe.formats import SCHEMES, QuantizedTensor
 from tmoe.integrations.transformers import quantize_model
 from tmoe.integrations.transformers.switch import expert_modules
@@ -77,31 +76,6 @@ def test_each_scheme(scheme):
         assert outputs(model).isfinite().all()
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile, beside `model`, took up at one time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self.seen = weakref.WeakSet(p.untyped_storage() for p in model.parameters())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else [tensor]
-            for part in (p for p in parts if isinstance(p, torch.Tensor)):
-                storage = part.untyped_storage()
-                if storage not in self.seen:
-                    self.seen.add(storage)
-                    self.live += storage.nbytes()
-                    self.most = max(self.most, self.live)
-                    weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, nbytes: int) -> None:
-        self.live -= nbytes
-
-
 def test_one_layer_at_a_time(monkeypatch):
     """The old weights of a layer are gone when the next begins; little is needed beside them."""
     family = BY_NAME["mixtral"]
@@ -121,7 +95,7 @@ def test_one_layer_at_a_time(monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(quantize_model, "_quantize_layer", watched)
-    with LiveBytes(model) as memory:
+    with LiveBytes(model.parameters()) as memory:
         tmoe.replace_moe(model, "fp8_channel")
     assert alive == [[done >= now for done in range(4)] for now in range(4)]
     held = sum(q.nbytes for q in quantized_parameters(model).values())
