@@ -21,7 +21,7 @@ def qwen3_moe(**overrides) -> nn.Module:
     config = Qwen3MoeConfig(
         **SIZES | dict(moe_intermediate_size=128, num_experts=4, intermediate_size=64) | overrides
     )
-    return Qwen3MoeForCausalLM(config).bfloat16().eval()
+    return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
 def llama4() -> nn.Module:
@@ -31,7 +31,7 @@ def llama4() -> nn.Module:
         **SIZES | dict(num_experts_per_tok=1), intermediate_size=128, intermediate_size_mlp=64,
         num_local_experts=4,
     )  # fmt: skip
-    model = Llama4ForCausalLM(config).bfloat16().eval()
+    model = Llama4ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

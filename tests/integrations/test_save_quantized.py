@@ -95,3 +95,18 @@ def test_a_part_of_the_model_too(tmp_path):
     model.model.save_pretrained(tmp_path / "part")
     names = tensors(tmp_path / "part")
     assert "layers.1.mlp.experts.3.up_proj.weight_scale" in names
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["saved", "quantised on disk"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel", "mxfp4_a16"])
+def test_tmoe_loads_it_again(scheme, on_disk, tmp_path):
+    """With the same logits as the model that was quantised in place, bit by bit."""
+    model, ids = qwen3_moe(), torch.arange(24).view(2, 12)
+    if on_disk:
+        quantize_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", scheme)
+    tmoe.replace_moe(model, scheme)
+    if not on_disk:
+        model.save_pretrained(tmp_path / "out")
+    loaded = tmoe.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -61,5 +61,6 @@ def replace_moe(
         from .save import prepare_saving
 
         quantize_model(model, report, scheme, progress)
-        prepare_saving(model)
+        if report.errors:
+            prepare_saving(model)
     return report

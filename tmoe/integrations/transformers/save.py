@@ -27,7 +27,7 @@ from .switch import expert_modules
 _PER_EXPERT = re.compile(r".*experts\.\d+\.(\w+)\.weight$")
 
 
-class TmoeQuantizer(HfQuantizer):
+class SavingQuantizer(HfQuantizer):
     """Stands in ``model.hf_quantizer`` of a model whose experts were quantised in place."""
 
     requires_calibration = False
@@ -69,7 +69,7 @@ def prepare_saving(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel) and any(
             isinstance(child, HeldScheme) for child in module.modules()
         ):
-            vars(module)["hf_quantizer"] = TmoeQuantizer()
+            vars(module)["hf_quantizer"] = SavingQuantizer()
 
 
 def _linears(
