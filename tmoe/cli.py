@@ -221,7 +221,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="fp8_block, fp8_channel, nvfp4, mxfp4_a16, ...")],
     format: Annotated[
         str | None,
-        typer.Option(help="deepseek (for fp8_block), compressed-tensors (the others) or modelopt."),
+        typer.Option(help="deepseek (usual for fp8_block), compressed-tensors, modelopt, gpt-oss."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; the result is the same.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,

@@ -20,6 +20,7 @@ from tmoe.cli import app
 from tmoe.formats import QuantizedTensor
 
 INDEX = "model.safetensors.index.json"
+PER_LINEAR = [method for method in METHODS if method != "gpt-oss"]  # that one has its own tests
 LAYER = "model.layers.1.mlp.experts"
 
 
@@ -40,7 +41,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("method", "scheme"), WRITTEN)
+@pytest.mark.parametrize(("method", "scheme"), [key for key in WRITTEN if key[0] in PER_LINEAR])
 def test_the_files_hold_what_the_model_would(method, scheme, source, tmp_path):
     """Read back, they are the weights that replace_moe makes in place, bit by bit.
 
@@ -71,7 +72,7 @@ def test_the_files_hold_what_the_model_would(method, scheme, source, tmp_path):
     assert bool(report.note) == (scheme == "nvfp4")
 
 
-@pytest.mark.parametrize("format", METHODS)
+@pytest.mark.parametrize("format", PER_LINEAR)
 def test_everything_else_is_copied(format, source, tmp_path):
     scheme = "fp8_block" if format == "deepseek" else "fp8_channel"
     out = tmp_path / "out"

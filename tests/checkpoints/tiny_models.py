@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Llama4TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 SIZES = dict(
@@ -44,3 +50,12 @@ def save(model: nn.Module, folder: Path, shards: bool = True) -> Path:
     model.save_pretrained(folder, max_shard_size="150KB" if shards else "1GB")
     (folder / "tokenizer.json").write_text('{"not": "weights"}\n')
     return folder
+
+
+def gpt_oss() -> nn.Module:
+    """On disk tensors of all experts, transposed, gate and up interleaved, with biases."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **SIZES | dict(head_dim=64), intermediate_size=96, num_local_experts=4, sliding_window=16
+    )
+    return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16).eval()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,12 +49,23 @@ class Matrix:
 
 @dataclass(slots=True)
 class ExpertLayer:
-    """The experts of one layer: for each its matrices by role, "gate", "up" and "down"."""
+    """The experts of one layer: for each its matrices by role, "gate", "up" and "down"; or
+    "gate_up" and "down", if they are `joined`."""
 
     name: str  # ends with "experts"
     fused: bool
     transposed: bool = False
     experts: dict[int, dict[str, Matrix]] = field(default_factory=dict)
+
+    def joined(self) -> ExpertLayer:
+        """The same with gate and up as the one matrix that a tensor of all experts has."""
+        experts = {}
+        for e, roles in self.experts.items():
+            (I, H), name = roles["gate"].shape, f"{self.name}.gate_up_proj"
+            gate_up = replace(roles["gate"], linear=name, shape=(2 * I, H), half=None)
+            down = replace(roles["down"], linear=f"{self.name}.down_proj")
+            experts[e] = {"gate_up": gate_up, "down": down}
+        return ExpertLayer(self.name, True, self.transposed, experts)
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -50,8 +50,8 @@ def quantize_checkpoint(
         source: a folder with config.json and the weights in safetensors, not quantised.
         out: a new folder, or one that a killed run with the same arguments left behind.
         scheme: a name of `tmoe.formats.SCHEMES`.
-        format: "deepseek" (default for fp8_block), "compressed-tensors" (default for the others)
-            or "modelopt".
+        format: "deepseek" (default for fp8_block), "compressed-tensors" (default for the others),
+            "modelopt", or "gpt-oss" (MXFP4, for gpt-oss itself).
         device: where to compute. The result is the same everywhere.
         progress: show a progress bar; None shows it on a terminal.
 
@@ -124,6 +124,9 @@ def _choose(
         others = [name for name, info in infos.items() if len(info.shape) == 3] or list(infos)
         got = f"{checkpoint.config.get('model_type')} with {some(others)}"
         raise ValueError(f"{OP}: source must have experts by names such as {known}, got {got}")
+    model_type = checkpoint.config.get("model_type")
+    ok = written.method != "gpt-oss" or model_type == "gpt_oss"
+    expect(ok, OP, "format", f"another one for {model_type}", "gpt-oss, which only gpt-oss reads")
     reasons = {name: why_not_write(layer, written, infos) for name, layer in layers.items()}
     left_alone = {name: reason for name, reason in reasons.items() if reason is not None}
     chosen = [layer for name, layer in layers.items() if name not in left_alone]

@@ -21,8 +21,13 @@ Errors = dict[str, dict[str, ErrorSums]]  # by layer and role
 def why_not_write(layer: ExpertLayer, written: Written, names: Mapping[str, object]) -> str | None:
     """Why the layer can't be stored in the format, with the numbers, or None."""
     form, (rows, columns) = written.recipe.format, written.recipe.block_shape
-    if layer.fused and f"{layer.name}.gate_up_proj_bias" in names:
-        return "its experts have biases in tensors of all experts, and gate and up may interleave"
+    if written.fused and not layer.fused:
+        return f"{written.method} has tensors of all experts, here each linear has its own"
+    if layer.fused and not written.fused and f"{layer.name}.gate_up_proj_bias" in names:
+        return (
+            "its experts have biases in tensors of all experts, where gate and up may interleave; "
+            "for gpt-oss use mxfp4_a16 in gpt-oss' own format"
+        )
     if layer.transposed and written.method == "modelopt":
         return "modelopt has a layout of its own for transposed experts; use compressed-tensors"
     for role, matrix in layer.experts[min(layer.experts)].items():
@@ -39,14 +44,14 @@ def why_not_write(layer: ExpertLayer, written: Written, names: Mapping[str, obje
 
 class ExpertsWriter:
     """Writes the experts of `layers`, wherever their tensors stand: each linear by its own name,
-    also where the source has tensors of all experts. That is what exporters of the three formats
-    write, and what their readers expect."""
+    also where the source has tensors of all experts. That is what the formats' exporters write, and
+    what their readers expect; but for gpt-oss'."""
 
     def __init__(self, layers: Sequence[ExpertLayer], written: Written, device: torch.device):
         self.written, self.device = written, device
         self._of: dict[str, ExpertLayer] = {}
         self._within: dict[str, list[tuple[int, str]]] = {}  # source tensor -> experts and roles
-        for layer in layers:
+        for layer in [layer.joined() for layer in layers] if written.fused else layers:
             for expert, roles in layer.experts.items():
                 for role, matrix in roles.items():
                     self._of[matrix.source.name] = layer
@@ -59,10 +64,11 @@ class ExpertsWriter:
     def describe(self, info: TensorInfo) -> dict[str, Described]:
         """What is written in place of a source tensor."""
         experts = self._of[info.name].experts
+        lead = (len(experts),) if self.written.fused else ()
         return {
-            f"{matrix.linear}.{part}": described
+            self._name(matrix, part): (dtype, (*lead, *shape))
             for matrix in (experts[expert][role] for expert, role in self._within[info.name])
-            for part, described in self.written.describe(matrix.shape).items()
+            for part, (dtype, shape) in self.written.describe(matrix.shape).items()
         }
 
     def write(self, info: TensorInfo, shard: ShardWriter) -> Errors:
@@ -72,9 +78,13 @@ class ExpertsWriter:
         for expert, role in self._within[info.name]:
             q, error = self._quantized(layer, expert, role)
             for part, tensor in self.written.parts(q).items():
-                shard.write(f"{layer.experts[expert][role].linear}.{part}", tensor)
+                name = self._name(layer.experts[expert][role], part)
+                shard.write(name, tensor, expert if self.written.fused else None)
             errors[role] = errors.get(role, ErrorSums()) + error
         return {layer.name: errors}
+
+    def _name(self, matrix: Matrix, part: str) -> str:
+        return f"{matrix.linear}{'' if self.written.fused else '.'}{part}"
 
     def _quantized(
         self, layer: ExpertLayer, expert: int, role: str

@@ -30,10 +30,11 @@ class Written:
     """How a checkpoint format holds the weights of a scheme.
 
     Attributes:
-        method: "deepseek", "compressed-tensors" or "modelopt".
+        method: "deepseek", "compressed-tensors", "modelopt" or "gpt-oss".
         scheme: a name of `tmoe.formats.SCHEMES`.
         data, scale, global_scale: what the parts of a linear's weight are called, below the linear.
-        scale_shape: from the shape of the scales as tmoe has them to that in the file.
+        data_shape, scale_shape: from the shape of the codes and scales as tmoe has them to that in
+            the file.
         divides: the global scale is stored as its reciprocal.
         config: what stands in the configuration, without the list of what isn't quantised.
         note: what a user should know, or "".
@@ -44,6 +45,7 @@ class Written:
     data: str
     scale: str
     global_scale: str = ""
+    data_shape: Callable[[Shape], Shape] = lambda shape: shape
     scale_shape: Callable[[Shape], Shape] = lambda shape: shape
     divides: bool = False
     config: Config = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Written:
         form, block = self.recipe.format, self.recipe.block_shape
         scale_shape = self.scale_shape(form.scale_shape(shape, block))
         described = {
-            self.data: (form.element.storage, form.data_shape(shape)),
+            self.data: (form.element.storage, self.data_shape(form.data_shape(shape))),
             self.scale: (form.scale.storage, scale_shape),
         }
         if self.global_scale:
@@ -68,11 +70,16 @@ class Written:
     def parts(self, q: QuantizedTensor) -> dict[str, Tensor]:
         """The tensors that stand for `q`, a matrix (N, K)."""
         scale = q.scale.reshape(self.scale_shape(tuple(q.scale.shape)))
-        parts = {self.data: q.data, self.scale: scale}
+        parts = {self.data: q.data.reshape(self.data_shape(tuple(q.data.shape))), self.scale: scale}
         if q.global_scale is not None:
             value = q.global_scale.reciprocal() if self.divides else q.global_scale
             parts[self.global_scale] = value.reshape(self._one)
         return parts
+
+    @property
+    def fused(self) -> bool:
+        """Whether a tensor holds all experts of a layer; else each linear has its own."""
+        return self.method == "gpt-oss"
 
     @property
     def _one(self) -> Shape:
@@ -86,6 +93,8 @@ class Written:
         if self.method == "deepseek":
             config = {"quant_method": "fp8", **self.config, "modules_to_not_convert": ignored}
             return {"config.json": config}
+        if self.method == "gpt-oss":
+            return {"config.json": {"quant_method": "mxfp4", "modules_to_not_convert": ignored}}
         if self.method == "compressed-tensors":
             config = {
                 "quant_method": "compressed-tensors",
@@ -214,11 +223,15 @@ WRITTEN: dict[tuple[str, str], Written] = {
                 "group": _FP8_INPUTS,
             },
         ),
+        Written(
+            "gpt-oss", "mxfp4_a16", "_blocks", "_scales",
+            data_shape=lambda shape: (*shape[:-1], shape[-1] // 16, 16),
+        ),
         _modelopt_nvfp4,
         replace(_modelopt_nvfp4, scheme="nvfp4", note=_NVFP4_NOTE),
     )
 }  # fmt: skip
-METHODS = ("deepseek", "compressed-tensors", "modelopt")
+METHODS = ("deepseek", "compressed-tensors", "modelopt", "gpt-oss")
 _WHY_NOT = {
     ("modelopt", "fp8_tensor"): "its FP8 needs static scales of the inputs, from calibration",
     ("modelopt", "fp8_block"): "its block FP8 (FP8_PB_WO) leaves the inputs unquantised",

@@ -65,7 +65,10 @@ def by_projection(errors: dict[str, dict[str, ErrorSums]]) -> dict[str, dict[str
     """Gate and up together, as models hold them."""
     result = {}
     for layer, roles in errors.items():
-        first = "gate_up_proj" if "gate" in roles else "up_proj"
-        up = roles.get("gate", ErrorSums()) + roles.get("up", ErrorSums())
-        result[layer] = {first: up, "down_proj": roles.get("down", ErrorSums())}
+        first = "gate_up_proj" if {"gate", "gate_up"} & set(roles) else "up_proj"
+        parts = [roles.get(role, ErrorSums()) for role in ("gate", "up", "gate_up")]
+        result[layer] = {
+            first: sum(parts, ErrorSums()),
+            "down_proj": roles.get("down", ErrorSums()),
+        }
     return result

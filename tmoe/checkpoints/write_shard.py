@@ -46,7 +46,7 @@ class ShardWriter:
         self.path, self._described = path, dict(described)
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._begin: dict[str, int] = {}
-        self._missing = set(described)
+        self._missing = {name: math.prod(shape) for name, (_, shape) in described.items()}
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         # Wide elements first, as safetensors does it: then each one starts at a multiple of itself.
@@ -76,7 +76,8 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            assert not self._missing, f"{self.path.name}: not written: {sorted(self._missing)[:8]}"
+            missing = [name for name, count in self._missing.items() if count]
+            assert not missing, f"{self.path.name}: not written: {missing[:8]}"
             self._file.flush()
             os.fsync(self._file.fileno())
         self._file.close()
@@ -85,17 +86,19 @@ class ShardWriter:
         else:
             self._temporary.unlink()
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, which is what was described."""
-        described = self._described[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == described, (name, tensor.shape, described)
-        self._to(name)
+    def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Write a tensor, which is what was described, or its slice `index` along the first
+        dimension."""
+        dtype, shape = self._described[name]
+        shape = shape if index is None else shape[1:]
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.shape, shape)
+        self._to(name, tensor.numel(), index or 0)
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         self._file.write(flat.numpy().data)
 
     def copy(self, info: TensorInfo) -> None:
         """Write the bytes of a tensor in another file."""
-        self._to(info.name)
+        self._to(info.name, math.prod(info.shape))
         left = info.end - info.begin
         with info.file.open("rb") as source:
             source.seek(info.begin)
@@ -109,9 +112,12 @@ class ShardWriter:
                 self._file.write(chunk)
                 left -= len(chunk)
 
-    def _to(self, name: str) -> None:
-        self._missing.remove(name)
-        self._file.seek(len(self._head) + self._begin[name])
+    def _to(self, name: str, count: int, index: int = 0) -> None:
+        """Go to where the next `count` elements of a tensor belong, after `index` such slices."""
+        assert self._missing[name] >= count, f"{name} is written twice"
+        self._missing[name] -= count
+        begin = self._begin[name] + index * count * self._described[name][0].itemsize
+        self._file.seek(len(self._head) + begin)
 
 
 def read_tensor(info: TensorInfo, index: int | None = None) -> Tensor:
