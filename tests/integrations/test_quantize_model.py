@@ -194,6 +194,18 @@ def test_dbrx_and_peft_are_left_alone():
     }
 
 
+def test_experts_of_an_unknown_layout_are_reported(monkeypatch):
+    """Nothing that runs on tmoe is left out of the report."""
+    model = BY_NAME["jetmoe"].build()
+    tmoe.replace_moe(model)
+    monkeypatch.delattr(type(model.model.layers[0].mlp), "weight_names")
+    report = tmoe.replace_moe(model, "nvfp4")
+    assert report.not_quantized == {
+        f"model.layers.{i}.mlp": "tmoe doesn't quantise the experts of TmoeJetMoeMoE"
+        for i in (0, 1)
+    }
+
+
 def test_progress(capsys):
     model = BY_NAME["mixtral"].build()
     tmoe.replace_moe(copy.deepcopy(model), "nvfp4")

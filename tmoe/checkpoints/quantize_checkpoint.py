@@ -13,6 +13,7 @@ import torch
 
 from ..checks import expect, expect_type
 from ..progress import progress_bar
+from ..version import __version__
 from .checkpoint import INDEX, Checkpoint
 from .expert_matrices import ExpertLayer, expert_layers
 from .header import TensorInfo
@@ -80,7 +81,8 @@ def quantize_checkpoint(
     for info in infos.values():
         shards.setdefault(info.file, []).append(info)
     files = [*shards, source / CONFIG]
-    job = {"scheme": scheme, "format": written.method, "source": identity(files)}
+    job = {"scheme": scheme, "format": written.method, "tmoe": __version__}
+    job["source"] = identity(files)
     state = State(out, job)
     todo = [path for path in shards if not state.is_finished(path.name)]
     with progress_bar(sum(len(shards[path]) for path in todo), "tensors", progress) as step:

@@ -42,6 +42,13 @@ def quantize_model(model: nn.Module, report: Report, scheme: str, progress: bool
                     reason = str(error)
             if reason is not None:
                 report.not_quantized[name] = reason
+    for replaced in report.replaced:
+        inside = (
+            name for name, _ in layers if f"{name}.".startswith(f"{replaced}.") or not replaced
+        )
+        if next(inside, None) is None:
+            cls = type(model.get_submodule(replaced)).__name__
+            report.not_quantized[replaced] = f"tmoe doesn't quantise the experts of {cls}"
 
 
 def _quantize_layer(

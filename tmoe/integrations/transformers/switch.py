@@ -57,11 +57,15 @@ def switch_all(model: nn.Module, report: Report) -> None:
             report.skipped[name] = reason
 
 
+# What says where a module's weights are: transformers' decorator, or our adapters.
+_ABOUT_WEIGHTS = ("has_gate", "weight_names", "cannot_quantize")
+
+
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, ExpertsModule]]:
     """The modules of `model` that hold experts' weights and run, or can run, on tmoe."""
     for name, module in model.named_modules():
-        adapted = original_class(module) is not None and not hasattr(module, "parts")
-        if adapted or _dispatches(module):
+        describes = any(hasattr(module, about) for about in _ABOUT_WEIGHTS)
+        if describes and (original_class(module) is not None or _dispatches(module)):
             yield name, module
 
 
