@@ -223,6 +223,9 @@ def quantize(
         str | None,
         typer.Option(help="deepseek (usual for fp8_block), compressed-tensors, modelopt, gpt-oss."),
     ] = None,
+    input_ranges: Annotated[
+        Path | None, typer.Option(help="Recorded ranges of the inputs, for nvfp4 and fp8_tensor.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; the result is the same.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -236,11 +239,13 @@ def quantize(
     from .checkpoints.write_formats import written_format
 
     try:
-        written_format(scheme, format)
+        written_format(scheme, format, input_ranges is not None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        report = quantize_checkpoint(model_dir, out_dir, scheme, format=format, device=device)
+        report = quantize_checkpoint(
+            model_dir, out_dir, scheme, format=format, input_ranges=input_ranges, device=device
+        )
     except (ValueError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

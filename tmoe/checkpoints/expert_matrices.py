@@ -17,8 +17,8 @@ from torch import Tensor
 from ..checks import expect
 from .header import TensorInfo
 from .json_files import some
-from .write_formats import OP
 from .write_shard import read_tensor
+from .written import OP
 
 _PER_EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(\w+)\.weight$")
 _FUSED = re.compile(r"((?:.*\.)?experts)\.(gate_up_proj|down_proj)$")

@@ -17,12 +17,14 @@ from ..version import __version__
 from .checkpoint import INDEX, Checkpoint
 from .expert_matrices import ExpertLayer, expert_layers
 from .header import TensorInfo
+from .input_ranges import InputRanges
 from .json_files import read_json, some
 from .write_experts import Errors, ExpertsWriter, why_not_write
-from .write_formats import OP, Written, written_format
+from .write_formats import written_format
 from .write_report import CheckpointReport, by_projection
 from .write_shard import Described, ShardWriter
 from .write_state import STATE, State, identity, write_json
+from .written import OP, Written
 
 CONFIG = "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
@@ -34,6 +36,7 @@ def quantize_checkpoint(
     scheme: str,
     *,
     format: str | None = None,
+    input_ranges: str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     progress: bool | None = None,
 ) -> CheckpointReport:
@@ -53,6 +56,8 @@ def quantize_checkpoint(
         scheme: a name of `tmoe.formats.SCHEMES`.
         format: "deepseek" (default for fp8_block), "compressed-tensors" (default for the others),
             "modelopt", or "gpt-oss" (MXFP4, for gpt-oss itself).
+        input_ranges: a file of `InputRanges`, recorded by running the model on some text; from it
+            come static scales of the inputs, for nvfp4 and fp8_tensor.
         device: where to compute. The result is the same everywhere.
         progress: show a progress bar; None shows it on a terminal.
 
@@ -63,7 +68,7 @@ def quantize_checkpoint(
     """
     expect_type(source, (str, os.PathLike), OP, "source")
     expect_type(out, (str, os.PathLike), OP, "out")
-    written = written_format(scheme, format)
+    written = written_format(scheme, format, input_ranges is not None)
     source, out = Path(source), Path(out)
     expect(source.is_dir(), OP, "source", "a folder", source)
     apart = not out.resolve().is_relative_to(source.resolve())
@@ -76,13 +81,17 @@ def quantize_checkpoint(
 
     infos = {name: checkpoint.info(name) for name in checkpoint}
     layers, left_alone = _choose(infos, written, checkpoint)
-    experts = ExpertsWriter(layers, written, torch.device(device))
+    ranges = None if input_ranges is None else InputRanges.load(input_ranges)
+    if ranges is not None:
+        ranges.check({layer.name: len(layer.experts) for layer in layers}, OP)
+    experts = ExpertsWriter(layers, written, torch.device(device), ranges)
     shards: dict[Path, list[TensorInfo]] = {}
     for info in infos.values():
         shards.setdefault(info.file, []).append(info)
     files = [*shards, source / CONFIG]
     job = {"scheme": scheme, "format": written.method, "tmoe": __version__}
     job["source"] = identity(files)
+    job["input ranges"] = "none" if ranges is None else ranges.digest
     state = State(out, job)
     todo = [path for path in shards if not state.is_finished(path.name)]
     with progress_bar(sum(len(shards[path]) for path in todo), "tensors", progress) as step:

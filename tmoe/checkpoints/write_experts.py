@@ -11,8 +11,9 @@ from ..formats import ErrorSums, QuantizedTensor
 from ..formats.by_expert import quantize_matrix, why_not_quantize
 from .expert_matrices import ExpertLayer, Matrix
 from .header import TensorInfo
-from .write_formats import OP, Written
+from .input_ranges import InputRanges
 from .write_shard import Described, ShardWriter
+from .written import OP, Written
 
 Made = dict[str, tuple[QuantizedTensor, ErrorSums]]  # by role
 Errors = dict[str, dict[str, ErrorSums]]  # by layer and role
@@ -47,8 +48,14 @@ class ExpertsWriter:
     also where the source has tensors of all experts. That is what the formats' exporters write, and
     what their readers expect; but for gpt-oss'."""
 
-    def __init__(self, layers: Sequence[ExpertLayer], written: Written, device: torch.device):
-        self.written, self.device = written, device
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        written: Written,
+        device: torch.device,
+        ranges: InputRanges | None = None,
+    ) -> None:
+        self.written, self.device, self.ranges = written, device, ranges
         self._of: dict[str, ExpertLayer] = {}
         self._within: dict[str, list[tuple[int, str]]] = {}  # source tensor -> experts and roles
         for layer in [layer.joined() for layer in layers] if written.fused else layers:
@@ -77,7 +84,8 @@ class ExpertsWriter:
         errors: dict[str, ErrorSums] = {}
         for expert, role in self._within[info.name]:
             q, error = self._quantized(layer, expert, role)
-            for part, tensor in self.written.parts(q).items():
+            reach = self.ranges.of(layer.name, expert, role) if self.ranges else 0.0
+            for part, tensor in self.written.parts(q, reach).items():
                 name = self._name(layer.experts[expert][role], part)
                 shard.write(name, tensor, expert if self.written.fused else None)
             errors[role] = errors.get(role, ErrorSums()) + error

@@ -1,138 +1,27 @@
-"""What each checkpoint format calls the parts of a quantised matrix, and what its config says.
+"""Which checkpoint format can hold which scheme, and how: a table.
 
-`WRITTEN` is the whole table: for a checkpoint format and a scheme of tmoe, the tensors that stand
-for one matrix and the configuration that makes others read them. Sources: compressed-tensors
-(`quantization/quant_scheme.py`, `compressors/`), nvidia-modelopt (`torch/export/`), and
-transformers (`quantizers/quantizer_finegrained_fp8.py`) for DeepSeek's.
+`WRITTEN` is the whole of it: for a format and a scheme of tmoe, the tensors that stand for one
+matrix and the configuration that makes others read them; `STATIC` is the same with static scales of
+the inputs. Sources: compressed-tensors (`quantization/quant_scheme.py`, `compressors/`),
+nvidia-modelopt (`torch/export/`), transformers (`quantizers/quantizer_finegrained_fp8.py` for
+DeepSeek's, `integrations/mxfp4.py` for gpt-oss').
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..checks import expect
-from ..formats import SCHEMES, QuantizedTensor, Scheme
-from ..formats.recipe import Recipe
-from ..version import __version__
-
-OP = "quantize_checkpoint"
-Config = dict[str, Any]
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Written:
-    """How a checkpoint format holds the weights of a scheme.
-
-    Attributes:
-        method: "deepseek", "compressed-tensors", "modelopt" or "gpt-oss".
-        scheme: a name of `tmoe.formats.SCHEMES`.
-        data, scale, global_scale: what the parts of a linear's weight are called, below the linear.
-        data_shape, scale_shape: from the shape of the codes and scales as tmoe has them to that in
-            the file.
-        divides: the global scale is stored as its reciprocal.
-        config: what stands in the configuration, without the list of what isn't quantised.
-        note: what a user should know, or "".
-    """
-
-    method: str
-    scheme: str
-    data: str
-    scale: str
-    global_scale: str = ""
-    data_shape: Callable[[Shape], Shape] = lambda shape: shape
-    scale_shape: Callable[[Shape], Shape] = lambda shape: shape
-    divides: bool = False
-    config: Config = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def recipe(self) -> Recipe:
-        return SCHEMES[self.scheme].weights[0]
-
-    def describe(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
-        """Names, dtypes and shapes of what `parts` gives for a matrix (N, K)."""
-        form, block = self.recipe.format, self.recipe.block_shape
-        scale_shape = self.scale_shape(form.scale_shape(shape, block))
-        described = {
-            self.data: (form.element.storage, self.data_shape(form.data_shape(shape))),
-            self.scale: (form.scale.storage, scale_shape),
-        }
-        if self.global_scale:
-            described[self.global_scale] = (torch.float32, self._one)
-        return described
-
-    def parts(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        """The tensors that stand for `q`, a matrix (N, K)."""
-        scale = q.scale.reshape(self.scale_shape(tuple(q.scale.shape)))
-        parts = {self.data: q.data.reshape(self.data_shape(tuple(q.data.shape))), self.scale: scale}
-        if q.global_scale is not None:
-            value = q.global_scale.reciprocal() if self.divides else q.global_scale
-            parts[self.global_scale] = value.reshape(self._one)
-        return parts
-
-    @property
-    def fused(self) -> bool:
-        """Whether a tensor holds all experts of a layer; else each linear has its own."""
-        return self.method == "gpt-oss"
-
-    @property
-    def _one(self) -> Shape:
-        """compressed-tensors stores one number as (1,), ModelOpt as ()."""
-        return (1,) if self.method == "compressed-tensors" else ()
-
-    def configs(self, not_quantized: Sequence[str]) -> dict[str, Config]:
-        """The `quantization_config` for config.json, and further files by name."""
-        # A model that ties it to its embedding has a linear of that name and no tensor.
-        ignored = list(dict.fromkeys((*not_quantized, "lm_head")))
-        if self.method == "deepseek":
-            config = {"quant_method": "fp8", **self.config, "modules_to_not_convert": ignored}
-            return {"config.json": config}
-        if self.method == "gpt-oss":
-            return {"config.json": {"quant_method": "mxfp4", "modules_to_not_convert": ignored}}
-        if self.method == "compressed-tensors":
-            config = {
-                "quant_method": "compressed-tensors",
-                "format": self.config["format"],
-                "quantization_status": "compressed",
-                "config_groups": {"group_0": {"targets": ["Linear"], **self.config}},
-                "ignore": ignored,
-                "kv_cache_scheme": None,
-                "global_compression_ratio": None,
-            }
-            return {"config.json": config}
-        # Loaders ask for the producer's name to recognise the format; the version says who wrote.
-        producer = {"name": "modelopt", "version": f"tmoe {__version__}"}
-        stated = {"quant_algo": self.config["quant_algo"], "kv_cache_quant_algo": None}
-        if "group_size" in self.config:
-            stated["group_size"] = self.config["group_size"]
-        weights = {"dynamic": False, "type": "float", **self.config["weights"]}
-        group = {"weights": weights, "targets": ["Linear"], **self.config.get("group", {})}
-        return {
-            "config.json": {
-                "config_groups": {"group_0": group},
-                "ignore": ignored,
-                "quant_algo": self.config["quant_algo"],
-                "producer": producer,
-                "quant_method": "modelopt",
-            },
-            "hf_quant_config.json": {
-                "producer": producer,
-                "quantization": {**stated, "exclude_modules": ignored},
-            },
-        }
+from ..formats import Scheme
+from .written import OP, Config, Shape, Written
 
 
 def _as_column(shape: Shape) -> Shape:
     return (*shape, 1)
 
 
-def _args(bits: int, strategy: str, *, dynamic: bool = False, **more: Any) -> Config:
+def _args(bits: int, strategy: str, *, dynamic: bool | str = False, **more: Any) -> Config:
     """compressed-tensors' `QuantizationArgs`."""
     common = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy}
     return {**common, "dynamic": dynamic, **more}
@@ -149,7 +38,7 @@ def _compressed(
 
 _NVFP4_NOTE = (
     "written as nvfp4_a16, weights only: for quantised inputs the format needs their static "
-    "scales, which come from calibration; tmoe runs such weights with scheme nvfp4 too"
+    "scales (--input-ranges), from calibration; tmoe runs such weights with scheme nvfp4 too"
 )
 _BYTES: Config = {"scale_dtype": "torch.uint8"}
 _E4M3: Config = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
@@ -231,26 +120,66 @@ WRITTEN: dict[tuple[str, str], Written] = {
         replace(_modelopt_nvfp4, scheme="nvfp4", note=_NVFP4_NOTE),
     )
 }  # fmt: skip
+_STATIC_E4M3 = _args(4, "tensor_group", dynamic="local", **_E4M3)
+STATIC: dict[tuple[str, str], Written] = {
+    (written.method, written.scheme): written
+    for written in (
+        replace(
+            _nvfp4, scheme="nvfp4", input_scale="input_global_scale", largest=448.0 * 6,
+            config={**_nvfp4.config, "input_activations": _STATIC_E4M3},
+        ),
+        replace(
+            _tensor, input_scale="input_scale", largest=448.0,
+            config={**_tensor.config, "input_activations": _args(8, "tensor")},
+        ),
+        replace(
+            _modelopt_nvfp4, scheme="nvfp4", input_scale="input_scale", largest=448.0 * 6,
+            config={
+                **_modelopt_nvfp4.config,
+                "quant_algo": "NVFP4",
+                "group": {
+                    "input_activations": {
+                        "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16,
+                    },
+                },
+            },
+        ),
+        Written(
+            "modelopt", "fp8_tensor", "weight", "weight_scale", input_scale="input_scale",
+            largest=448.0,
+            config={"quant_algo": "FP8", "weights": {"num_bits": 8}, "group": _FP8_INPUTS},
+        ),
+    )
+}  # fmt: skip
 METHODS = ("deepseek", "compressed-tensors", "modelopt", "gpt-oss")
 _WHY_NOT = {
-    ("modelopt", "fp8_tensor"): "its FP8 needs static scales of the inputs, from calibration",
+    (
+        "modelopt",
+        "fp8_tensor",
+    ): "its FP8 needs scales of the inputs (--input-ranges), from calibration",
     ("modelopt", "fp8_block"): "its block FP8 (FP8_PB_WO) leaves the inputs unquantised",
     ("deepseek", "fp8_tensor"): "its readers differ in what the scale is called",
 }
 
 
-def written_format(scheme: str, method: str | None = None) -> Written:
-    """How to write the weights of a scheme; by default as most others read them.
+def written_format(scheme: str, method: str | None = None, static: bool = False) -> Written:
+    """How to write the weights of a scheme; by default as most others read them. `static`: with
+    scales of the inputs.
 
     Raises:
         ValueError: no such scheme or format, or the format has no form for the scheme.
     """
     Scheme.of(scheme, OP)
-    fitting = [name for name in METHODS if (name, scheme) in WRITTEN]
+    table = STATIC if static else WRITTEN
+    if static:
+        schemes = sorted({known for _, known in STATIC})
+        wanted = f"None for {scheme}; {' and '.join(schemes)} have static scales of their inputs"
+        expect(scheme in schemes, OP, "input_ranges", wanted, "a file")
+    fitting = [name for name in METHODS if (name, scheme) in table]
     if method is None:
         method = fitting[0]
     expect(method in METHODS, OP, "format", f"one of {', '.join(METHODS)}", repr(method))
     why = _WHY_NOT.get((method, scheme), "it has no form for such weights and inputs")
     wanted = f"{' or '.join(fitting)} for {scheme}"
-    expect((method, scheme) in WRITTEN, OP, "format", wanted, f"{method}: {why}")
-    return WRITTEN[method, scheme]
+    expect((method, scheme) in table, OP, "format", wanted, f"{method}: {why}")
+    return table[method, scheme]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..formats import ErrorSums
 from .write_experts import Errors
-from .write_formats import OP
+from .written import OP
 
 STATE = ".tmoe-quantize.json"
 

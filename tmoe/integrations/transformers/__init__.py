@@ -6,8 +6,9 @@ calls, not before.
 """
 
 from .load_model import from_pretrained
+from .record_inputs import record_input_ranges
 from .register import register
 from .replace import replace_moe
 from .report import Report
 
-__all__ = ["Report", "from_pretrained", "register", "replace_moe"]
+__all__ = ["Report", "from_pretrained", "record_input_ranges", "register", "replace_moe"]

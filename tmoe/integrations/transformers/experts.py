@@ -8,6 +8,7 @@ from tmoe.ops import fused_experts, grouped_gemm
 
 from .activations import ExpertsModule, activation_of
 from .quantized import scheme_of
+from .record_inputs import RECORDER
 from .sorted_rows import through_experts
 
 
@@ -51,8 +52,8 @@ def run_experts(
     rows, scheme = x.to(gate_up_proj.dtype), scheme_of(experts)
 
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
-    activation = activation_of(experts)
-    if activation is not None and norm is None:
+    activation, recorder = activation_of(experts), getattr(experts, RECORDER, None)
+    if activation is not None and norm is None and recorder is None:
         out = fused_experts(
             rows,
             gate_up_proj,
@@ -69,6 +70,8 @@ def run_experts(
         return out.to(x.dtype)
 
     def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        if recorder is not None:
+            recorder.see("input", rows, expert_offsets)
         hidden = grouped_gemm(
             rows,
             gate_up_proj,
@@ -77,6 +80,8 @@ def run_experts(
             **scheme.of_gemm("input_scale"),
         )
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+        if recorder is not None:
+            recorder.see("hidden", hidden, expert_offsets)
         out = grouped_gemm(
             hidden, down_proj, expert_offsets, bias=down_bias, **scheme.of_gemm("hidden_scale")
         )

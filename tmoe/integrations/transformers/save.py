@@ -17,7 +17,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tmoe.checkpoints.expert_matrices import ROLES
-from tmoe.checkpoints.write_formats import Written, written_format
+from tmoe.checkpoints.write_formats import written_format
+from tmoe.checkpoints.written import Written
 from tmoe.formats import QuantizedTensor
 
 from .activations import ExpertsModule
@@ -80,7 +81,7 @@ def _linears(
         _refuse(f"{name}: {reason}")
     first, down = (experts.get_parameter(weight) for weight in weight_names(experts))
     assert isinstance(first, QuantizedTensor) and isinstance(down, QuantizedTensor)
-    names = _names_in_file(model, name, experts)
+    names = names_in_file(model, name, experts)
     result = {}
     for e in range(len(down)):
         halves = first[e].chunk(2) if experts.has_gate else (first[e],)
@@ -107,7 +108,7 @@ def _why_not(experts: ExpertsModule) -> str | None:
     return None
 
 
-def _names_in_file(
+def names_in_file(
     model: PreTrainedModel, name: str, experts: ExpertsModule
 ) -> dict[tuple[int, str], str]:
     """What the linears of an expert are called on disk, found by sending marked tensors there."""
