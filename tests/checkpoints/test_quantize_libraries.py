@@ -18,11 +18,12 @@ from tmoe.checkpoints import Checkpoint, quantize_checkpoint, read_experts
 from tmoe.checkpoints.write_formats import WRITTEN
 
 LAYER = "model.layers.1.mlp.experts"
+SIZES = dict(moe_intermediate_size=256)  # two blocks of 128 in a row
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return save(qwen3_moe(), tmp_path_factory.mktemp("source"))
+    return save(qwen3_moe(**SIZES), tmp_path_factory.mktemp("source"))
 
 
 def ours(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
@@ -90,7 +91,7 @@ def test_transformers_loads_deepseeks_format(fused, source, tmp_path):
     """On a CPU it dequantises as it loads."""
     if fused:
         source = tmp_path / "fused"
-        qwen3_moe().save_pretrained(source, save_original_format=False)
+        qwen3_moe(**SIZES).save_pretrained(source, save_original_format=False)
     quantize_checkpoint(source, tmp_path / "out", "fp8_block")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, want in ours(tmp_path / "out", "fp8_block").items():
@@ -99,7 +100,7 @@ def test_transformers_loads_deepseeks_format(fused, source, tmp_path):
 
 
 def assert_rest_is_as_before(model: nn.Module) -> None:
-    before = dict(qwen3_moe().named_parameters())
+    before = dict(qwen3_moe(**SIZES).named_parameters())
     for name, parameter in model.named_parameters():
         if ".experts." not in name:
             assert torch.equal(parameter.float(), before[name].float()), name

@@ -116,7 +116,7 @@ class ExpertsWriter:
             source = matrices[role].source
             expect(finite, OP, f"{source}", "finite everywhere", "NaN or Inf")
         x, recipe = torch.cat(list(values.values())), self.written.recipe
-        q, _ = quantize_matrix(x, recipe)
+        q = quantize_matrix(x, recipe)
         made, begin = {}, 0
         for role, x in values.items():
             rows = q[begin : begin + len(x)]

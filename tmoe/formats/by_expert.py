@@ -22,8 +22,8 @@ def why_not_quantize(shape: tuple[int, ...], dtype: torch.dtype, format: Format)
 
 
 @torch.no_grad()
-def quantize_matrix(x: Tensor, recipe: Recipe) -> tuple[QuantizedTensor, ErrorSums]:
-    """One expert's matrix (N, K) and what that did to it.
+def quantize_matrix(x: Tensor, recipe: Recipe) -> QuantizedTensor:
+    """One expert's matrix (N, K).
 
     Raises:
         ValueError: NaN or Inf, which a file or a layer should not carry on in silence.
@@ -32,8 +32,7 @@ def quantize_matrix(x: Tensor, recipe: Recipe) -> tuple[QuantizedTensor, ErrorSu
     if not bool(torch.isfinite(x).all()):
         raise ValueError("it holds NaN or Inf")
     parts = quantize_parts(x, recipe, None, None)
-    q = QuantizedTensor(*parts, recipe.format.name, recipe.block_shape, x.shape, x.dtype)
-    return q, ErrorSums.of(x, q)
+    return QuantizedTensor(*parts, recipe.format.name, recipe.block_shape, x.shape, x.dtype)
 
 
 @torch.no_grad()
@@ -49,9 +48,9 @@ def quantize_by_expert(weight: Tensor, recipe: Recipe) -> tuple[QuantizedTensor,
     sums = ErrorSums()
     for e, matrix in enumerate(weight.detach()):
         try:
-            q, error = quantize_matrix(matrix, recipe)
+            q = quantize_matrix(matrix, recipe)
         except ValueError as found:
             raise ValueError(f"expert {e}: {found}") from None
         result[e].copy_(q)
-        sums += error
+        sums += ErrorSums.of(matrix, q)
     return result, sums
