@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import tmoe
 from tests.integrations.families import BY_NAME
-from tests.integrations.family import outputs
+from tests.integrations.family import IDS, outputs
 from tests.live_bytes import LiveBytes
 from tmoe.formats import SCHEMES, QuantizedTensor
 from tmoe.integrations.transformers import quantize_model
@@ -213,3 +213,16 @@ def test_progress(capsys):
     tmoe.replace_moe(model, "nvfp4", progress=True)
     out, err = capsys.readouterr()
     assert out == "" and "2/2" in err and "layers" in err
+
+
+def test_it_compiles_and_generates():
+    """Without a graph break, and with the same result."""
+    model = BY_NAME["mixtral"].build()
+    tmoe.replace_moe(model, "nvfp4_a16")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        want = outputs(model)
+        got = outputs(torch.compile(model, fullgraph=True, backend="aot_eager"))
+        torch.testing.assert_close(got, want)
+        tokens = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (2, IDS.shape[1] + 4)
