@@ -38,6 +38,7 @@ def save(
 
     `edit` changes the tensors before they are written.
     """
+    folder.mkdir(exist_ok=True)
     model = family.build().cpu()
     model.save_pretrained(folder / "plain")
     config = json.loads((folder / "plain" / "config.json").read_text())

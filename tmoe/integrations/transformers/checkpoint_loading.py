@@ -21,7 +21,7 @@ from tmoe.checkpoints.stored import CODES, Stored
 from tmoe.checks import expect
 
 from .checkpoint_names import Destinations
-from .quantized import HELD, hold_quantized, weight_names, why_not_quantized
+from .quantized import HELD, PADDED, hold_quantized, weight_names, why_not_quantized
 from .replace import replace_moe
 from .report import Report
 from .switch import expert_modules
@@ -57,6 +57,7 @@ class CheckpointLoading:
         state_dict: filled by `prepare`, from names to `LazyTensor`s.
         report: of `replace_moe`.
         shapes: of all parameters and buffers, as they have to be in the end.
+        conversions: transformers' rules for names that the checkpoint needed.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: str | None, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ class CheckpointLoading:
         self.state_dict: dict[str, LazyTensor] = {}
         self.report = Report()
         self.shapes: dict[str, torch.Size] = {}
+        self.conversions: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointLoading:
         return self  # transformers copies configs, and this hangs on one
@@ -80,6 +82,7 @@ class CheckpointLoading:
             for role, parameter in zip(("first", "down"), weight_names(module), strict=True):
                 targets[f"{name}.{parameter}"] = (name, role)
         places = Destinations(self.checkpoint, model, targets, OP)
+        self.conversions = places.conversions
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         for name in places.plain:
             self._plan_plain(
@@ -135,6 +138,7 @@ class CheckpointLoading:
         gate_up, down_proj = stored.empty(self.dtype, "meta")
         if stored.padded != stored.first[0][0].rows:
             _make_room(module, names, [gate_up.shape, down_proj.shape], transposed)
+            vars(module)[PADDED] = True
         scales: dict[str, Tensor] = {}
         if stored.has_static_scales:
             scales = {k: torch.empty(E, device="meta") for k in ("input_scale", "hidden_scale")}

@@ -92,6 +92,7 @@ class Destinations:
         "down". Raises ``ValueError`` for tensors that are missing or have no place."""
         self._op, self._model, self._targets = op, model, targets
         mapping = get_model_conversion_mapping(model)
+        self._mapping = mapping
         self._renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
         self._parameters = model.state_dict()
@@ -119,6 +120,11 @@ class Destinations:
                 self.dense[name] = quantized[layer]
             self.filled |= {target, *converted}
         self._check(homeless)
+
+    @property
+    def conversions(self) -> list[Any]:
+        """The rules that this checkpoint needed. transformers reverses them when it saves."""
+        return [rule for rule in self._mapping if rule.was_used()]
 
     def target(self, name: str) -> str | None:
         """The parameter that a tensor becomes alone, unchanged; None if it is one of several."""

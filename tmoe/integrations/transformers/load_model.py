@@ -56,8 +56,9 @@ def from_pretrained(
             example.
 
     Returns:
-        The model, in eval mode. ``print(tmoe.replace_moe(model))`` says what runs on tmoe. It can't
-        be trained, or written by ``save_pretrained``.
+        The model, in eval mode. ``print(tmoe.replace_moe(model))`` says what runs on tmoe.
+        `save_pretrained` writes the experts as they are, and the rest in `dtype`; what it can't
+        write, it refuses. The model can't be trained.
 
     Raises:
         FileNotFoundError, ValueError: files or tensors are missing, superfluous, cut off, of
@@ -69,7 +70,8 @@ def from_pretrained(
     import transformers
 
     from .checkpoint_loading import CheckpointLoading
-    from .quantizer import TmoeQuantizationConfig, register_method
+    from .quantizer import LoadingConfig, register_method
+    from .save import prepare_saving
 
     expect_type(path, (str, os.PathLike), OP, "path")
     for name in _OURS:
@@ -95,7 +97,7 @@ def from_pretrained(
         None,
         config=config,
         state_dict=loading.state_dict,
-        quantization_config=TmoeQuantizationConfig(loading),
+        quantization_config=LoadingConfig(loading),
         dtype=dtype,
         device_map=str(device) if placed else device_map,
         output_loading_info=True,
@@ -104,6 +106,8 @@ def from_pretrained(
     checkpoint.close()
     _check(model, loading, info)
     _put_back(model, stated)
+    model._weight_conversions = loading.conversions
+    prepare_saving(model)
     return model if placed or device is None else model.to(device)
 
 
@@ -132,6 +136,7 @@ def _take_description(config: Any) -> dict[bool, Any]:
 
 def _put_back(model: Any, stated: dict[bool, Any]) -> None:
     """The config says what the checkpoint's did."""
+    vars(model).pop("hf_quantizer", None)
     del model.config.quantization_config
     for is_whole, description in stated.items():
         part = model.config if is_whole else model.config.get_text_config()

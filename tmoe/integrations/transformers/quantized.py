@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports transformers, and reports are printed without
     from .activations import ExpertsModule
 
 HELD = "tmoe_scheme"  # the child of an experts module that says how its weights are quantised
+PADDED = "tmoe_padded"  # on an experts module whose rows were filled up to whole blocks of scales
 
 
 class HeldScheme(nn.Module):

@@ -24,7 +24,7 @@ from .checkpoint_loading import CheckpointLoading
 METHOD = "tmoe"
 
 
-class TmoeQuantizationConfig(QuantizationConfigMixin):
+class LoadingConfig(QuantizationConfigMixin):
     """Carries the loading to the quantiser."""
 
     def __init__(self, loading: CheckpointLoading) -> None:
@@ -35,11 +35,11 @@ class TmoeQuantizationConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD}
 
 
-class TmoeQuantizer(HfQuantizer):
+class LoadingQuantizer(HfQuantizer):
     """Prepares a model for the tensors of a checkpoint, while it is on the meta device."""
 
     requires_calibration = False
-    quantization_config: TmoeQuantizationConfig
+    quantization_config: LoadingConfig
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         self.quantization_config.loading.prepare(model)
@@ -62,5 +62,5 @@ class TmoeQuantizer(HfQuantizer):
 def register_method() -> None:
     """Make transformers know the method; twice is fine."""
     if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(METHOD)(TmoeQuantizer)
-        register_quantization_config(METHOD)(TmoeQuantizationConfig)
+        register_quantizer(METHOD)(LoadingQuantizer)
+        register_quantization_config(METHOD)(LoadingConfig)

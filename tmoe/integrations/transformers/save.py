@@ -19,10 +19,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tmoe.checkpoints.expert_matrices import ROLES
 from tmoe.checkpoints.write_formats import written_format
 from tmoe.checkpoints.written import Written
-from tmoe.formats import QuantizedTensor
+from tmoe.formats import SCHEMES, QuantizedTensor
 
 from .activations import ExpertsModule
-from .quantized import HELD, HeldScheme, scheme_of, weight_names
+from .quantized import HELD, PADDED, HeldScheme, scheme_of, weight_names
 from .switch import expert_modules
 
 _PER_EXPERT = re.compile(r".*experts\.\d+\.(\w+)\.weight$")
@@ -81,6 +81,12 @@ def _linears(
         _refuse(f"{name}: {reason}")
     first, down = (experts.get_parameter(weight) for weight in weight_names(experts))
     assert isinstance(first, QuantizedTensor) and isinstance(down, QuantizedTensor)
+    held = getattr(experts, HELD).name
+    made = SCHEMES[held].weights[0]
+    if (first.format, first.block_shape) != (made.format.name, made.block_shape):
+        _refuse(
+            f"{name}: its weights are {first.format}, and for {held} tmoe writes {made.format.name}"
+        )
     names = names_in_file(model, name, experts)
     result = {}
     for e in range(len(down)):
@@ -95,6 +101,8 @@ def _linears(
 
 def _why_not(experts: ExpertsModule) -> str | None:
     held = getattr(experts, HELD)
+    if getattr(experts, PADDED, False):
+        return "rows of zeros fill its blocks of scales"
     if held.input_scale is not None or held.hidden_scale is not None:
         return "it has static scales of its inputs"
     if not hasattr(experts, "has_gate") or not experts.is_concatenated:
