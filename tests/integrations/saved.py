@@ -32,11 +32,12 @@ def save(
     which: Callable[[str, Tensor], bool] = is_linear,
     shards: int = 1,
     edit: Callable[[dict[str, Tensor]], Any] | None = None,
+    kind_of: Callable[[str], Kind] | None = None,
 ) -> tuple[Path, nn.Module]:
     """Write a random model of the family with its linear layers quantised, in the names of the
     original checkpoint; returns the folder, and the model with the weights that they stand for.
 
-    `edit` changes the tensors before they are written.
+    `edit` changes the tensors before they are written; `kind_of` gives layers kinds of their own.
     """
     folder.mkdir(exist_ok=True)
     model = family.build().cpu()
@@ -48,8 +49,9 @@ def save(
         if not which(name, w):
             tensors[name] = plain[name] = w
             continue
-        parts = kind.store(w)
-        plain[name] = kind.truth(parts)
+        this = kind_of(name) if kind_of else kind
+        parts = this.store(w)
+        plain[name] = this.truth(parts)
         if kind.static:
             scale = torch.tensor(INPUT_SCALE)
             parts[kind.static[0]] = 1 / scale if kind.static[1] else scale

@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 import tmoe
 from tests.checking import assert_matches
 from tests.checkpoints.fused import fbgemm, gpt_oss
-from tests.checkpoints.kinds import compressed_tensors, finegrained, modelopt, nvfp4, nvfp4_truth
+from tests.checkpoints.kinds import (
+    compressed_tensors,
+    deepseek_v4,
+    finegrained,
+    modelopt,
+    nvfp4,
+    nvfp4_truth,
+)
 from tests.checkpoints.writing import PREFIX, write
 from tests.integrations.counting import CountOps
 from tests.integrations.families import BY_NAME
@@ -134,6 +141,56 @@ def test_fused(name, make, tmp_path):
     scheme = "fp8_a16" if name == "llama4_text" else None
     model = load(folder, scheme=scheme, model_class=type(reference))
     assert len(quantized(model)) == 4
+    with torch.no_grad():
+        got, want = outputs(model), outputs(reference.to(DEVICE))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_deepseek_v4(tmp_path):
+    """FP4 experts, FP8 blocks elsewhere, and all scales under ``.scale``."""
+    fp4 = deepseek_v4()
+
+    def store(w):
+        parts = BLOCKS.store(w)
+        return {"weight": parts["weight"], "scale": parts["weight_scale"]}
+
+    def truth(parts):
+        return BLOCKS.truth({"weight": parts["weight"], "weight_scale": parts["scale"]})
+
+    fp8 = replace(fp4, store=store, truth=truth)
+    family = replace(BY_NAME["deepseek_v4"], overrides={"moe_intermediate_size": 64})
+    folder, reference = save(
+        family, fp4, tmp_path, kind_of=lambda name: fp4 if ".experts." in name else fp8
+    )
+    model = load(folder, scheme="mxfp4_a16")
+    assert len(quantized(model)) == 4
+    with torch.no_grad():
+        got, want = outputs(model), outputs(reference.to(DEVICE))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_llama4_expert_by_expert(tmp_path):
+    """llm-compressor takes Llama 4's fused tensors apart; the model's rules don't say so."""
+    reference = BY_NAME["llama4_text"].build().cpu()
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i in (0, 1):
+        prefix = f"model.layers.{i}.feed_forward.experts"
+        experts = reference.get_submodule(prefix)
+        gate_up, down = (tensors.pop(f"{prefix}.{n}_proj") for n in ("gate_up", "down"))
+        for e in range(8):
+            gate, up = gate_up[e].T.chunk(2)
+            weights = {"gate_proj": gate, "up_proj": up, "down_proj": down[e].T}
+            for name, w in weights.items():
+                parts = FP8.store(w.contiguous())
+                tensors |= {f"{prefix}.{e}.{name}.{k}": v for k, v in parts.items()}
+                weights[name] = FP8.truth(parts).T
+            experts.gate_up_proj.data[e] = torch.cat([weights["gate_proj"], weights["up_proj"]], 1)
+            experts.down_proj.data[e] = weights["down_proj"]
+    config["quantization_config"] = FP8.config
+    folder = write(tmp_path / "quantized", tensors, config)
+    model = load(folder, scheme="fp8_a16", model_class=type(reference))
     with torch.no_grad():
         got, want = outputs(model), outputs(reference.to(DEVICE))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
