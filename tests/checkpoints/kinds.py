@@ -131,17 +131,19 @@ def finegrained(
         scale = parts["weight_scale_inv"]
         if block is None:
             scale = scale.view(())
-        parts["weight_scale_inv"] = scale.to(scale_dtype) if scale_dtype else scale
-        return parts
+        if scale_dtype == torch.uint8:
+            scale = scale.view(torch.uint8)
+        elif scale_dtype:
+            scale = scale.to(scale_dtype)
+        return parts | {"weight_scale_inv": scale}
 
     def truth(parts: Parts) -> Tensor:
         dequantize = Fp8Dequantize(quantizer)._dequantize_one
         return dequantize(parts["weight"], parts["weight_scale_inv"], output_dtype=torch.float32)
 
     static = more.pop("static", None)
-    config = dict(
-        quant_method="fp8", weight_block_size=block, activation_scheme="dynamic", fmt="e4m3", **more
-    )
+    config = dict(quant_method="fp8", weight_block_size=block, activation_scheme="dynamic")
+    config |= {"fmt": "e4m3", **more}
     if static:
         config["activation_scheme"] = "static"
     return Kind(name, config, store, truth, scheme, static)
@@ -248,6 +250,16 @@ def mxfp8(w: Tensor) -> Parts:
     return {"weight": codes, "weight_scale": exponents}
 
 
+def mxfp4(w: Tensor) -> Parts:
+    codes, exponents = mx(w, 6.0)
+    return {"weight": pack(codes), "weight_scale": exponents}
+
+
+def mxfp4_truth(parts: Parts) -> Tensor:
+    scale = (parts["weight_scale"].float() - 127).exp2()
+    return unpack(parts["weight"]) * spread(scale, 1, 32)
+
+
 def fp8_truth(parts: Parts) -> Tensor:
     codes, scale = parts["weight"].float(), parts["weight_scale"]
     if scale.dtype == torch.uint8:
@@ -277,11 +289,20 @@ def kinds() -> list[Kind]:
         finegrained("fp8-bf16-scales", "fp8_block", scale_dtype=torch.bfloat16),
         finegrained("fp8-per-tensor", "fp8_channel", block=None),
         finegrained("fp8-static", "fp8_tensor", block=None, static=("activation_scale", False)),
+        finegrained(
+            "mxfp8",
+            "mxfp8",
+            block=(1, 32),
+            scale_fmt="ue8m0",
+            scale_dtype=torch.uint8,
+            quant_method="mxfp8",
+        ),
         deepseek_v4(),
         modelopt("FP8", fp8_tensor, fp8_truth, "fp8_tensor", INPUT),
         modelopt("FP8_PER_CHANNEL_PER_TOKEN", fp8_channel, fp8_truth, "fp8_channel"),
         modelopt("FP8_PB_WO", fp8_blocks, fp8_truth, "fp8_a16"),
         modelopt("MXFP8", mxfp8, fp8_truth, "mxfp8"),
         modelopt("NVFP4", nvfp4, nvfp4_truth, "nvfp4", INPUT),
+        modelopt("MXFP4", mxfp4, mxfp4_truth, "mxfp4_a16"),
         modelopt("W4A16_NVFP4", nvfp4, nvfp4_truth, "nvfp4_a16"),
     ]

@@ -57,7 +57,21 @@ def mxfp8():
     return modelopt("MXFP8", store, truth, "mxfp8")
 
 
-@pytest.mark.parametrize("kind", [nvfp4(), fp8(), mxfp8()], ids=str)
+def mxfp4():
+    def store(w):
+        q, scale = qtensors().MXFP4QTensor.quantize(w, 32)
+        # the exporter reshapes the scales like this
+        return {"weight": q._quantized_data, "weight_scale": scale.reshape(len(w), -1)}
+
+    def truth(parts):
+        packed, scale = parts["weight"], parts["weight_scale"]
+        q = qtensors().MXFP4QTensor((len(packed), packed.shape[1] * 2), torch.float32, packed)
+        return q.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
+
+    return modelopt("MXFP4", store, truth, "mxfp4_a16")
+
+
+@pytest.mark.parametrize("kind", [nvfp4(), fp8(), mxfp8(), mxfp4()], ids=str)
 def test_modelopt(kind, tmp_path):
     """Bit for bit what its own tensors dequantise to."""
     tensors, truths = stored(kind, matrices())

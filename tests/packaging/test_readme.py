@@ -8,6 +8,7 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import tmoe
 from tests.packaging.conftest import ROOT, run
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -31,6 +32,8 @@ def tiny_model(monkeypatch):
         return AutoModelForCausalLM.from_config(config).eval()
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    # docs/checkpoints.md has the same call, and its test a checkpoint on disk
+    monkeypatch.setattr(tmoe, "from_pretrained", from_pretrained)
 
 
 def test_every_block_runs(tiny_model, capsys):
