@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,16 +14,13 @@ from safetensors.torch import load_file
 
 import tmoe
 from tests.checking import assert_matches
-from tests.checkpoints.fused import fbgemm, gpt_oss
 from tests.checkpoints.kinds import (
     compressed_tensors,
-    deepseek_v4,
     finegrained,
     modelopt,
     nvfp4,
     nvfp4_truth,
 )
-from tests.checkpoints.writing import PREFIX, write
 from tests.integrations.counting import CountOps
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import DEVICE, outputs
@@ -113,86 +109,6 @@ def test_an_ordinary_checkpoint(tmp_path):
     with torch.no_grad(), CountOps() as ops:
         got, want = outputs(model), outputs(reference.to(DEVICE))
     assert dict(ops.calls) == {"fused_experts": 2}
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name, make", [("gpt_oss", gpt_oss), ("llama4_text", fbgemm)])
-def test_fused(name, make, tmp_path):
-    """gpt-oss: blocks and scales, rows and biases that alternate. Llama 4: stored transposed."""
-    family = replace(BY_NAME[name], overrides={"intermediate_size": 64})
-    reference = family.build().cpu()
-    reference.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    tensors = load_file(tmp_path / "model.safetensors")
-    for i in (0, 1):
-        block = "mlp" if name == "gpt_oss" else "feed_forward"
-        prefix = f"model.layers.{i}.{block}.experts"
-        experts = reference.get_submodule(prefix)
-        parts, described, *truths = make(8, 64, 64)
-        for parameter, values in zip(("gate_up_proj", "down_proj"), truths, strict=True):
-            del tensors[f"{prefix}.{parameter}"]
-            getattr(experts, parameter).data = values.transpose(1, 2).contiguous()
-        tensors |= {key.replace(PREFIX, prefix): part for key, part in parts.items()}
-        for bias in ("gate_up_proj_bias", "down_proj_bias"):
-            if hasattr(experts, bias):
-                getattr(experts, bias).data = tensors[f"{prefix}.{bias}"].float()
-    config["quantization_config"] = described["quantization_config"]
-    folder = write(tmp_path / "quantized", tensors, config)
-    scheme = "fp8_a16" if name == "llama4_text" else None
-    model = load(folder, scheme=scheme, model_class=type(reference))
-    assert len(quantized(model)) == 4
-    with torch.no_grad():
-        got, want = outputs(model), outputs(reference.to(DEVICE))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_deepseek_v4(tmp_path):
-    """FP4 experts, FP8 blocks elsewhere, and all scales under ``.scale``."""
-    fp4 = deepseek_v4()
-
-    def store(w):
-        parts = BLOCKS.store(w)
-        return {"weight": parts["weight"], "scale": parts["weight_scale"]}
-
-    def truth(parts):
-        return BLOCKS.truth({"weight": parts["weight"], "weight_scale": parts["scale"]})
-
-    fp8 = replace(fp4, store=store, truth=truth)
-    family = replace(BY_NAME["deepseek_v4"], overrides={"moe_intermediate_size": 64})
-    folder, reference = save(
-        family, fp4, tmp_path, kind_of=lambda name: fp4 if ".experts." in name else fp8
-    )
-    model = load(folder, scheme="mxfp4_a16")
-    assert len(quantized(model)) == 4
-    with torch.no_grad():
-        got, want = outputs(model), outputs(reference.to(DEVICE))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_llama4_expert_by_expert(tmp_path):
-    """llm-compressor takes Llama 4's fused tensors apart; the model's rules don't say so."""
-    reference = BY_NAME["llama4_text"].build().cpu()
-    reference.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    tensors = load_file(tmp_path / "model.safetensors")
-    for i in (0, 1):
-        prefix = f"model.layers.{i}.feed_forward.experts"
-        experts = reference.get_submodule(prefix)
-        gate_up, down = (tensors.pop(f"{prefix}.{n}_proj") for n in ("gate_up", "down"))
-        for e in range(8):
-            gate, up = gate_up[e].T.chunk(2)
-            weights = {"gate_proj": gate, "up_proj": up, "down_proj": down[e].T}
-            for name, w in weights.items():
-                parts = FP8.store(w.contiguous())
-                tensors |= {f"{prefix}.{e}.{name}.{k}": v for k, v in parts.items()}
-                weights[name] = FP8.truth(parts).T
-            experts.gate_up_proj.data[e] = torch.cat([weights["gate_proj"], weights["up_proj"]], 1)
-            experts.down_proj.data[e] = weights["down_proj"]
-    config["quantization_config"] = FP8.config
-    folder = write(tmp_path / "quantized", tensors, config)
-    model = load(folder, scheme="fp8_a16", model_class=type(reference))
-    with torch.no_grad():
-        got, want = outputs(model), outputs(reference.to(DEVICE))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

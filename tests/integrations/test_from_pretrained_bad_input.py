@@ -127,7 +127,8 @@ def test_no_description(tmp_path):
     (dict(quantization_config={}), "quantization_config must be left to tmoe, got {}"),
     (dict(tp_plan="auto"), "tp_plan must be left to tmoe, got auto"),
     (dict(device="cpu", device_map="auto"), "device_map must be None where device is given"),
-    (dict(device_map={"": "disk"}), "device_map must be without disk"),
+    (dict(device_map={"": "disk"}), "device_map must be all on GPUs or all on the CPU"),
+    (dict(device_map={"model": 0, "lm_head": "cpu"}), "device_map must be all on GPUs or all on"),
 ], ids=str)  # fmt: skip
 def test_arguments(arguments, message, tmp_path):
     folder, _ = save(QWEN, FP8, tmp_path)

@@ -47,9 +47,11 @@ class StoredExperts:
         experts: range,
         scheme: str | None,
         op: str,
+        transposed: bool | None = None,
     ) -> StoredExperts | None:
         """The experts with layers of these names (``{e}`` stands for an expert's number); None if
-        they aren't quantised. Raises ``ValueError`` for what doesn't belong together."""
+        they aren't quantised. `transposed`: as for `Stored.find`. Raises ``ValueError`` for what
+        doesn't belong together."""
         names = [_names_of(checkpoint, layer.format(e=experts.start)) for layer in (*first, down)]
         if not any("scale" in parts or _has_codes(checkpoint, parts) for parts in names):
             return None
@@ -58,7 +60,9 @@ class StoredExperts:
         def stored(layer: str) -> Callable[[int], Stored]:
             def find(expert: int) -> Stored:
                 name = layer.format(e=expert)
-                return Stored.find(checkpoint, name, _names_of(checkpoint, name, op), op)
+                return Stored.find(
+                    checkpoint, name, _names_of(checkpoint, name, op), op, transposed
+                )
 
             if not fused:
                 return find

@@ -56,8 +56,16 @@ class Stored:
     transposed: bool  # stored as (E, K, N)
 
     @classmethod
-    def find(cls, checkpoint: Checkpoint, layer: str, names: dict[str, str], op: str) -> Stored:
-        """The matrix of a layer whose tensors are `names`, by role.
+    def find(
+        cls,
+        checkpoint: Checkpoint,
+        layer: str,
+        names: dict[str, str],
+        op: str,
+        transposed: bool | None = None,
+    ) -> Stored:
+        """The matrix of a layer whose tensors are `names`, by role. `transposed`: whether a fused
+        one is stored as (E, K, N); None = as the method has them.
 
         Raises ``ValueError`` with the file, the tensor, what was wanted and what came.
         """
@@ -76,8 +84,8 @@ class Stored:
         if linear.format == "fp8_block" and scale and scale.shape in ((), (1,)):
             # an embedding, which has one scale, not blocks
             stored = replace(stored, linear=replace(linear, format="fp8_tensor"))
-        stored = replace(stored, transposed=stored.fused and quantization.names.transposed)
-        return stored._checked(op)
+        transposed = quantization.names.transposed if transposed is None else transposed
+        return replace(stored, transposed=stored.fused and transposed)._checked(op)
 
     @property
     def fused(self) -> bool:
@@ -135,15 +143,15 @@ class Stored:
         expect(fits, op, f"{info}", "finite and at least 0, also as a multiplier", value)
         return value
 
-    def dequantize(self, dtype: torch.dtype, op: str) -> Tensor:
-        """The values of one matrix, as an ordinary tensor."""
+    def dequantize(self, dtype: torch.dtype, device: torch.device, op: str) -> Tensor:
+        """The values of one matrix, as an ordinary tensor, computed where it goes."""
         parts = self.parts(op)
         block = FORMATS[self.linear.format].check_block_shape(self.linear.block_shape, op)
         q = QuantizedTensor(
             parts.data, parts.scale, parts.global_scale, self.linear.format, block, self.shape,
             torch.float32,
         )  # fmt: skip
-        return q.dequantize(dtype)
+        return q.to(device).dequantize(dtype)
 
     def _number(self, role: str, expert: int | None) -> Tensor:
         """A scale of the whole matrix, as a multiplier, in fp32."""

@@ -93,7 +93,12 @@ class CheckpointLoading:
         for name, sources in places.experts.items():
             weights = [modules[name].get_parameter(n) for n in weight_names(modules[name])]
             first, down = sources.names(name, len(weights[0]), len(weights[1]), OP)
-            self._plan_experts(name, modules[name], first, down, len(weights[1]))
+            stored = StoredExperts.find(
+                self.checkpoint, first, down, range(len(weights[1])), self.scheme, OP,
+                sources.transposed,
+            )  # fmt: skip
+            assert stored is not None  # `Destinations` found its scales
+            self._plan_experts(name, modules[name], stored)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _plan_plain(self, name: str, info: TensorInfo, shape: torch.Size | None) -> None:
@@ -114,16 +119,12 @@ class CheckpointLoading:
             stored.expect_shape(shape, "as the config says", OP)
 
         def read(device: torch.device, dtype: torch.dtype) -> Tensor:
-            return stored.dequantize(dtype, OP).to(device)
+            return stored.dequantize(dtype, device, OP)
 
         self.state_dict[name] = LazyTensor(self.dtype, read)
 
-    def _plan_experts(
-        self, name: str, module: nn.Module, first: tuple[str, ...], down: str, E: int
-    ) -> None:
-        stored = StoredExperts.find(self.checkpoint, first, down, range(E), self.scheme, OP)
-        assert stored is not None  # `Destinations` found its scales
-        names = weight_names(module)
+    def _plan_experts(self, name: str, module: nn.Module, stored: StoredExperts) -> None:
+        names, E = weight_names(module), len(stored.experts)
         transposed = getattr(module, "is_transposed", False)
         old = [module.get_parameter(n) for n in names]
         sizes = [p.shape[:0:-1] if transposed else p.shape[1:] for p in old]

@@ -34,7 +34,8 @@ _OF_CACHE = re.compile(r"\.(?:[kv]_scale|kv_scale|kv_cache_scaling_factor)$")
 class ExpertSources:
     """The layers of a checkpoint that hold the experts of one module, by role and number."""
 
-    layers: dict[str, dict[int, str]] = field(default_factory=dict)  # "first": a fused tensor
+    layers: dict[str, dict[int, str]] = field(default_factory=dict)
+    transposed: bool | None = None  # of fused tensors, where transformers has a rule for it
 
     def add(self, role: str, expert: int, layer: str) -> None:
         self.layers.setdefault(role, {})[expert] = layer
@@ -91,6 +92,7 @@ class Destinations:
         """`targets`: the parameters of experts' modules by name: the module's name, and "first" or
         "down". Raises ``ValueError`` for tensors that are missing or have no place."""
         self._op, self._model, self._targets = op, model, targets
+        self._checkpoint = checkpoint
         mapping = get_model_conversion_mapping(model)
         self._mapping = mapping
         self._renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
@@ -100,7 +102,7 @@ class Destinations:
         self.experts: dict[str, ExpertSources] = {}
         self.dense: dict[str, dict[str, str]] = {}
         self.filled: set[str] = set()  # the model's tensors that come from `dense` and `plain`
-        quantized = quantized_layers(checkpoint)
+        self._quantized = quantized = quantized_layers(checkpoint)
         of_layers = {name for names in quantized.values() for name in names.values()}
         self.plain = [name for name in checkpoint if name not in of_layers]
         sources = {self._weight(layer, names): layer for layer, names in quantized.items()}
@@ -146,7 +148,7 @@ class Destinations:
             return name, []
         if pattern is None:
             return target, []
-        (rule,) = [rule for rule in self._converters if pattern in rule.source_patterns][:1]
+        rule = next(r for r in self._converters if pattern in r.source_patterns)
         patterns = rule.target_patterns
         return target, [target.replace(patterns[0], other) for other in patterns]
 
@@ -154,7 +156,13 @@ class Destinations:
         """Note a quantised layer that holds experts' weights."""
         if target in self._targets and not name.endswith(".weight"):
             module, role = self._targets[target]
-            self.experts.setdefault(module, ExpertSources()).add(f"fused_{role}", 0, layer)
+            sources = self.experts.setdefault(module, ExpertSources())
+            sources.add(f"fused_{role}", 0, layer)
+            self._expect_known_steps(name, ("Transpose",))
+            for step in self._steps(name):
+                data = self._checkpoint.info(self._quantized[layer]["data"])
+                as_it_is = step.check_dims and data.shape[1] == self._parameters[target].shape[1]
+                sources.transposed = not as_it_is
             return True
         renamed, _ = rename_source_key(
             name, self._renamings, [], self._model.base_model_prefix, self._parameters
@@ -163,10 +171,30 @@ class Destinations:
             return False
         for module in self._with_prefix(match[1]):
             if module in self._modules:
+                self._expect_known_steps(name, ("MergeModulelist", "Concatenate"))
                 role = _ROLES.get(match[3], "down")
                 self.experts.setdefault(module, ExpertSources()).add(role, int(match[2]), layer)
                 return True
         return False
+
+    def _rule(self, name: str) -> Any:
+        """The conversion that transformers would put the tensor through, or None."""
+        prefix = self._model.base_model_prefix
+        _, pattern = rename_source_key(
+            name, self._renamings, self._converters, prefix, self._parameters
+        )
+        return next((r for r in self._converters if pattern in r.source_patterns), None)
+
+    def _steps(self, name: str) -> list[Any]:
+        rule = self._rule(name)
+        return [] if rule is None else rule.operations
+
+    def _expect_known_steps(self, name: str, known: tuple[str, ...]) -> None:
+        """What transformers does to the weights on the way in has to be what tmoe does too."""
+        steps = [type(step).__name__ for step in self._steps(name)]
+        others = [step for step in steps if step not in known]
+        wanted = f"of experts that transformers loads with {' and '.join(known)} alone"
+        expect(not others, self._op, name, wanted, ", ".join(steps))
 
     def _with_prefix(self, module: str) -> Iterable[str]:
         prefix = f"{self._model.base_model_prefix}."

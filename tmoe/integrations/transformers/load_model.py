@@ -48,7 +48,8 @@ def from_pretrained(
         path: a folder with config.json and safetensors files, or a name on the Hugging Face Hub.
         dtype: of everything that isn't quantised; None = as the config says, or bfloat16.
         device: where the whole model goes. Without accelerate, "cpu" is loaded and then moved.
-        device_map: instead of `device`, as transformers takes it (needs accelerate); not to disk.
+        device_map: instead of `device`, as transformers takes it (needs accelerate); nothing can
+            be offloaded.
         scheme: run all quantised experts in this scheme of `tmoe.formats.SCHEMES`, which has to
             take weights of their format; None = the one that the checkpoint says.
         model_class: a class of transformers; None = the one that the config names.
@@ -78,8 +79,10 @@ def from_pretrained(
         expect(name not in options, OP, name, "left to tmoe", options.get(name))
     both = device is not None and device_map is not None
     expect(not both, OP, "device_map", "None where device is given", device_map)
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    expect("disk" not in places, OP, "device_map", "without disk", device_map)
+    places = set(map(str, device_map.values() if isinstance(device_map, dict) else [device_map]))
+    offloads = "disk" in places or ("cpu" in places and len(places) > 1)
+    wanted = "all on GPUs or all on the CPU: tmoe can't offload quantised weights"
+    expect(not offloads, OP, "device_map", wanted, device_map)
     folder = _folder(path)
     checkpoint = Checkpoint(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
