@@ -147,11 +147,13 @@ class Stored:
         """The values of one matrix, as an ordinary tensor, computed where it goes."""
         parts = self.parts(op)
         block = FORMATS[self.linear.format].check_block_shape(self.linear.block_shape, op)
+        several = parts.global_scale
         q = QuantizedTensor(
-            parts.data, parts.scale, parts.global_scale, self.linear.format, block, self.shape,
+            parts.data.to(device), parts.scale.to(device),
+            None if several is None else several.to(device), self.linear.format, block, self.shape,
             torch.float32,
         )  # fmt: skip
-        return q.to(device).dequantize(dtype)
+        return q.dequantize(dtype)
 
     def _number(self, role: str, expert: int | None) -> Tensor:
         """A scale of the whole matrix, as a multiplier, in fp32."""
