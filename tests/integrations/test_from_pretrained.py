@@ -105,7 +105,7 @@ def test_an_ordinary_checkpoint(tmp_path):
     """Not quantised: as transformers loads it, on tmoe."""
     folder, reference = save(QWEN, FP8, tmp_path, which=lambda name, w: False)
     model = load(folder)
-    assert not quantized(model)
+    assert not quantized(model) and not model.is_quantized
     with torch.no_grad(), CountOps() as ops:
         got, want = outputs(model), outputs(reference.to(DEVICE))
     assert dict(ops.calls) == {"fused_experts": 2}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,9 +84,7 @@ class Checkpoint:
         if info.begin == info.end:
             return torch.empty(info.shape, dtype=info.dtype)
         if info.file not in self._maps:
-            size = info.file.stat().st_size
-            pages = torch.from_file(str(info.file), shared=False, size=size, dtype=torch.uint8)
-            self._maps[info.file] = pages
+            self._maps[info.file] = _pages(info.file)
         pages = self._maps[info.file]
         expect(info.end <= len(pages), OP, str(info.file), f"{info.end} bytes", len(pages))
         raw = pages[info.begin : info.end]
@@ -129,3 +129,13 @@ class Checkpoint:
             expect(not unlisted, OP, INDEX, f"a list of all tensors of {file}", some(unlisted))
             infos |= held
         return infos
+
+
+def _pages(file: Path) -> Tensor:
+    """The bytes of a file. Mapped for reading alone, they count as nobody's memory, whatever the
+    size; a mapping that could be written, as `torch.from_file` makes, has to fit into it."""
+    with file.open("rb") as opened:
+        buffer = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -27,7 +27,9 @@ from tmoe.checks import expect
 _OF_ONE_EXPERT = re.compile(r"(.*)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}  # the rest: down
 # Scales of a quantised cache of keys and values, which transformers' cache has no use for.
-_OF_CACHE = re.compile(r"\.(?:[kv]_scale|kv_scale|kv_cache_scaling_factor)$")
+_OF_CACHE = re.compile(
+    r"\.(?:[kv]_scale|kv_scale|kv_cache_scaling_factor|[kv]_proj\.output_scale)$"
+)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tmoe.checkpoints import Checkpoint
 from tmoe.checkpoints.json_files import some
 from tmoe.checks import expect, expect_type
 
+from .quantized import HeldScheme
 from .register import import_experts_interface
 
 OP = "from_pretrained"
@@ -138,12 +139,18 @@ def _take_description(config: Any) -> dict[bool, Any]:
 
 
 def _put_back(model: Any, stated: dict[bool, Any]) -> None:
-    """The config says what the checkpoint's did."""
+    """Let the config say what the checkpoint's did, and a model without quantised weights be
+    ordinary."""
     vars(model).pop("hf_quantizer", None)
     del model.config.quantization_config
     for is_whole, description in stated.items():
         part = model.config if is_whole else model.config.get_text_config()
         part.quantization_config = description
+    if not any(isinstance(module, HeldScheme) for module in model.modules()):
+        model.is_quantized = False
+        for module in model.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
 
 
 def _dtype_of(config: Any) -> torch.dtype:
