@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests.checkpoints.writing import write
+from tmoe.checkpoints import Checkpoint
 from tmoe.checkpoints.methods import describe
 from tmoe.checkpoints.quantization import LinearFormat, matches
+from tmoe.checkpoints.stored import quantized_layers
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
@@ -63,3 +67,15 @@ def test_weights_and_inputs(linear, scheme):
         return
     with pytest.raises(ValueError, match=f"op: scheme must be given .* {linear.format} weights"):
         linear.scheme(None, "op")
+
+
+def test_a_norm_with_a_scale(tmp_path):
+    """`scale` is DeepSeek-V4's name for the scales of codes, and others' for a parameter."""
+    tensors = {"norm.weight": torch.ones(4), "norm.scale": torch.ones(4)}
+    tensors |= {
+        "up.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn),
+        "up.scale": torch.ones(1, 1),
+    }
+    config = {"quantization_config": dict(quant_method="fp8", weight_block_size=[128, 128])}
+    found = quantized_layers(Checkpoint(write(tmp_path, tensors, config)))
+    assert found == {"up": {"data": "up.weight", "scale": "up.scale"}}

@@ -248,8 +248,12 @@ def quantized_layers(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
         if found := checkpoint.quantization.names.split(name):
             layer, role = found
             layers.setdefault(layer, {})[role] = name
-    return {
-        layer: names
-        for layer, names in layers.items()
-        if "data" in names and ("scale" in names or checkpoint.info(names["data"]).dtype in CODES)
-    }
+
+    def is_quantized(names: dict[str, str]) -> bool:
+        if "data" not in names:
+            return False
+        has_codes = checkpoint.info(names["data"]).dtype in CODES
+        # a parameter called just "scale" may be a norm's
+        return has_codes or ("scale" in names and not names["scale"].endswith(".scale"))
+
+    return {layer: names for layer, names in layers.items() if is_quantized(names)}

@@ -33,8 +33,14 @@ class LazyTensor:
     """A tensor that is read when it is moved to its device: what transformers does with the slices
     of safetensors, it can do with this."""
 
-    def __init__(self, dtype: torch.dtype, read: Callable[[torch.device, torch.dtype], Tensor]):
-        self.dtype, self._read = dtype, read
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        read: Callable[[torch.device, torch.dtype], Tensor],
+        device: torch.device | None,
+    ) -> None:
+        """`device`: where it goes whatever is asked for, or None."""
+        self.dtype, self._read, self._device = dtype, read, device
 
     def __getitem__(self, every: EllipsisType) -> LazyTensor:
         assert every is Ellipsis
@@ -46,7 +52,7 @@ class LazyTensor:
     def to(
         self, device: str | torch.device | int | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        where = torch.device("cpu" if device is None else device)
+        where = self._device or torch.device("cpu" if device is None else device)
         return self._read(where, dtype or self.dtype)
 
 
@@ -60,8 +66,16 @@ class CheckpointLoading:
         conversions: transformers' rules for names that the checkpoint needed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, scheme: str | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        scheme: str | None,
+        dtype: torch.dtype,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """`device`: where all tensors go; None = where transformers asks for them."""
         self.checkpoint, self.scheme, self.dtype = checkpoint, scheme, dtype
+        self.device = None if device is None else torch.device(device)
         self.state_dict: dict[str, LazyTensor] = {}
         self.report = Report()
         self.shapes: dict[str, torch.Size] = {}
@@ -111,7 +125,7 @@ class CheckpointLoading:
         def read(device: torch.device, dtype: torch.dtype) -> Tensor:
             return self.checkpoint.view(name).to(device, dtype, copy=True)
 
-        self.state_dict[name] = LazyTensor(info.dtype, read)
+        self.state_dict[name] = LazyTensor(info.dtype, read, self.device)
 
     def _plan_dense(self, name: str, parts: dict[str, str], shape: torch.Size | None) -> None:
         stored = Stored.find(self.checkpoint, name.removesuffix(".weight"), parts, OP)
@@ -121,7 +135,7 @@ class CheckpointLoading:
         def read(device: torch.device, dtype: torch.dtype) -> Tensor:
             return stored.dequantize(dtype, device, OP)
 
-        self.state_dict[name] = LazyTensor(self.dtype, read)
+        self.state_dict[name] = LazyTensor(self.dtype, read, self.device)
 
     def _plan_experts(self, name: str, module: nn.Module, stored: StoredExperts) -> None:
         names, E = weight_names(module), len(stored.experts)
@@ -145,7 +159,8 @@ class CheckpointLoading:
             scales = {k: torch.empty(E, device="meta") for k in ("input_scale", "hidden_scale")}
         hold_quantized(module, gate_up, down_proj, stored.scheme, **scales)
         for parameter, read in zip(names, (stored.read_first, stored.read_down), strict=True):
-            self.state_dict[f"{name}.{parameter}"] = LazyTensor(self.dtype, _as_parameter(read))
+            lazy = LazyTensor(self.dtype, _as_parameter(read), self.device)
+            self.state_dict[f"{name}.{parameter}"] = lazy
         for i, scale in enumerate(scales):
 
             def read_scale(device: torch.device, dtype: torch.dtype, i: int = i) -> Tensor:
@@ -153,7 +168,8 @@ class CheckpointLoading:
                 assert value is not None
                 return value
 
-            self.state_dict[f"{name}.{HELD}.{scale}"] = LazyTensor(torch.float32, read_scale)
+            lazy = LazyTensor(torch.float32, read_scale, self.device)
+            self.state_dict[f"{name}.{HELD}.{scale}"] = lazy
 
 
 def _make_room(

@@ -48,7 +48,7 @@ def from_pretrained(
     Args:
         path: a folder with config.json and safetensors files, or a name on the Hugging Face Hub.
         dtype: of everything that isn't quantised; None = as the config says, or bfloat16.
-        device: where the whole model goes. Without accelerate, "cpu" is loaded and then moved.
+        device: where the whole model goes, tensor by tensor; None = the CPU.
         device_map: instead of `device`, as transformers takes it (needs accelerate); nothing can
             be offloaded.
         scheme: run all quantised experts in this scheme of `tmoe.formats.SCHEMES`, which has to
@@ -92,18 +92,17 @@ def from_pretrained(
     cls = model_class or _class_of(config, transformers)
 
     register_method()
-    loading = CheckpointLoading(checkpoint, scheme, dtype)
+    loading = CheckpointLoading(checkpoint, scheme, dtype, device)
     generation = (folder / "generation_config.json").exists()
     if generation and "generation_config" not in options:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)
-    placed = _has_accelerate() and device is not None
     model, info = cls.from_pretrained(
         None,
         config=config,
         state_dict=loading.state_dict,
         quantization_config=LoadingConfig(loading),
         dtype=dtype,
-        device_map=str(device) if placed else device_map,
+        device_map=device_map,
         output_loading_info=True,
         **options,
     )
@@ -112,7 +111,7 @@ def from_pretrained(
     _put_back(model, stated)
     model._weight_conversions = loading.conversions
     prepare_saving(model)
-    return model if placed or device is None else model.to(device)
+    return model if device is None else model.to(device)  # buffers that no checkpoint has
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -168,12 +167,6 @@ def _class_of(config: Any, transformers: Any) -> Any:
     wanted = "given: transformers has no class for this config"
     expect(known, OP, "model_class", wanted, f"None, and the config names {names}")
     return mapping[type(config)]
-
-
-def _has_accelerate() -> bool:
-    from transformers.utils import is_accelerate_available
-
-    return bool(is_accelerate_available())
 
 
 def _check(model: nn.Module, loading: Any, info: dict[str, Any]) -> None:
