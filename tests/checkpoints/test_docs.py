@@ -27,7 +27,7 @@ def described():
         yield name, make(2, 128, 128)[1], scheme
 
 
-@pytest.mark.parametrize("name, config, scheme", described(), ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("name, config, scheme", list(described()), ids=lambda v: str(v)[:40])
 def test_the_table(name, config, scheme, tmp_path):
     """A row with the method, the format of the weights and the scheme."""
     quantization = describe(config, tmp_path)
