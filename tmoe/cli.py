@@ -235,12 +235,16 @@ def quantize(
     time is in memory. A run that was stopped goes on when it is started again with the same
     arguments. Exits with 1 if the model can't be quantised so, and says why.
     """
+    import torch
+
     from .checkpoints import quantize_checkpoint
     from .checkpoints.write_formats import written_format
 
     try:
         written_format(scheme, format, input_ranges is not None)
-    except ValueError as error:
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {device}: this machine has no GPU that PyTorch can use")
+    except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
         report = quantize_checkpoint(

@@ -179,6 +179,7 @@ def test_command(source, tmp_path):
     for wrong, match in (
         (["--scheme", "nvfp5"], "nvfp5"),
         (["--scheme", "fp8_tensor", "--format", "modelopt"], "calibration"),
+        (["--scheme", "nvfp4", "--device", "nonsense"], "nonsense"),
     ):
         done = CliRunner().invoke(app, ["quantize", str(source), out, *wrong])
         assert done.exit_code == 2 and match in done.output

@@ -87,6 +87,10 @@ def test_a_folder_of_other_work_is_refused(source, tmp_path):
         quantize(source, tmp_path / "full", "nvfp4")
     with pytest.raises(ValueError, match="isn't quantised"):
         quantize(out, tmp_path / "twice", "nvfp4")
+    for text, match in (("{", "must be in JSON"), ("{}", "a state of tmoe quantize")):
+        (out / ".tmoe-quantize.json").write_text(text)
+        with pytest.raises(ValueError, match=match):
+            quantize(source, out, "nvfp4")
 
 
 def test_a_lost_output_file_is_made_again(source, tmp_path):

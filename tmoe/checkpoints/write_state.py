@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..checks import expect
 from ..formats import ErrorSums
+from .json_files import read_json
 from .write_experts import Errors
 from .written import OP
 
@@ -29,7 +31,9 @@ class State:
         self.finished: dict[str, Any] = {}
         found = sorted(file.name for file in out.iterdir()) if out.exists() else []
         if STATE in found:
-            known = json.loads(self.path.read_text())
+            known = read_json(self.path)
+            ours = {"job", "finished"} <= set(known)
+            expect(ours, OP, str(self.path), "a state of tmoe quantize", list(known))
             differs = [key for key, value in job.items() if known["job"].get(key) != value]
             if differs:
                 raise ValueError(
