@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import save_file
 
 import tmoe
@@ -99,6 +98,8 @@ def test_a_checkpoint_with_static_scales(scheme, format, tmp_path):
         torch.testing.assert_close(got, amax / largest, rtol=3e-7, atol=0)
     stated = json.loads((out / "config.json").read_text())["quantization_config"]
     if format == "compressed-tensors":
+        from compressed_tensors.quantization import QuantizationConfig
+
         (group,) = QuantizationConfig.model_validate(stated).config_groups.values()
         assert group.input_activations.dynamic == ("local" if scheme == "nvfp4" else False)
     else:
