@@ -51,7 +51,6 @@ OPTIONAL = {
     "jinja2": ("bench",),
     "markupsafe": ("bench",),
     "matplotlib": ("demo", "formats", "bench"),
-    "matplotlib": ("demo", "formats"),
     "lm_eval": ("integrations",),
     "transformers": ("demo", "integrations"),
 }
