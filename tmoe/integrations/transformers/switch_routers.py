@@ -1,0 +1,45 @@
+"""The second walk behind `replace_moe`: put each router on tmoe, or say why not."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from .layers import block_of, layer_of
+from .report import Report
+from .router_kinds import LEFT_ALONE
+from .routers import router_for, why_not_route
+from .swap import class_of, swap_class, why_not_swap
+
+_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|Gate|Gating)$")
+
+
+def switch_routers(model: nn.Module, report: Report) -> None:
+    """Switch the routers of `model`, after its experts, and describe the layers in `report`."""
+    blocks = {block_of(model, name) for name in report.replaced}
+    for name, module in model.named_modules():
+        cls = router_for(module)
+        if cls is None:
+            reason = _left_alone(module) if name.rpartition(".")[0] in blocks and name else None
+        elif class_of(module) is cls:
+            reason = None
+            report.add_router(name, module)
+        else:
+            reason = why_not_swap(module) or why_not_route(module, cls)
+            if reason is None:
+                swap_class(module, cls)
+                report.add_router(name, module)
+        if reason is not None:
+            report.skipped[name] = reason
+    report.layers = [layer_of(model, name, report.routers) for name in report.replaced]
+
+
+def _left_alone(module: nn.Module) -> str | None:
+    """The reason for a router that we leave to transformers, or None for what is no router."""
+    cls = class_of(module)
+    if cls.__name__ in LEFT_ALONE:
+        return LEFT_ALONE[cls.__name__]
+    if _LOOKS_LIKE_A_ROUTER.search(cls.__name__):
+        return f"{cls.__module__}.{cls.__qualname__} is not a router that tmoe knows"
+    return None
