@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integrations.family import Family
+from packaging.version import Version
+
+from tests.integrations.family import TRANSFORMERS, Family
 
 HYBRID = ["linear_attention", "full_attention"]
 SPARSE_LAST = ["dense", "sparse"]
@@ -16,7 +18,12 @@ def mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 FAMILIES = [
     Family("afmoe", "AfmoeForCausalLM", layers=1),
-    Family("aria_text", "AriaTextForCausalLM", module="aria", since="5.24"),
+    Family(
+        "aria_text",
+        "AriaTextForCausalLM",
+        module="aria",
+        on_interface=Version("5.18") <= TRANSFORMERS,
+    ),
     Family("axk1", "AXK1ForCausalLM", layers=1),
     Family("axk2", "AXK2ForCausalLM", layers=1),
     Family(
@@ -68,6 +75,7 @@ FAMILIES = [
         "Ernie4_5_VLMoeTextModel",
         dict(moe_intermediate_size=[48, 32], rope_parameters=mrope(2, 2, 4)),
         ops=1,  # the vision experts idle on text
+        routers=1,
         module="ernie4_5_vl_moe",
     ),
     Family("exaone_moe", "ExaoneMoeForCausalLM", layers=1),
@@ -220,7 +228,7 @@ FAMILIES = [
     ),
     Family("olmoe", "OlmoeForCausalLM"),
     Family("openai_privacy_filter", "OpenAIPrivacyFilterModel"),
-    Family("phimoe", "PhimoeForCausalLM"),
+    Family("phimoe", "PhimoeForCausalLM", dict(num_experts_per_tok=2)),
     Family("qwen2_moe", "Qwen2MoeForCausalLM"),
     Family(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", dict(layer_types=HYBRID), module="qwen3_5_moe"
@@ -281,6 +289,6 @@ FAMILIES = [
         module="unlimited_ocr",
         since="5.24",
     ),
-    Family("zaya", "ZayaForCausalLM", dict(num_experts_per_tok=1)),
+    Family("zaya", "ZayaForCausalLM", dict(num_experts_per_tok=1), routers=0),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -38,9 +38,10 @@ IDS = torch.randint(3, 120, (2, 19), generator=torch.Generator().manual_seed(2))
 class Family:
     """One model type: `cls` in `module`, a folder of transformers.models, and config overrides.
 
-    `layers` MoE modules are replaced; a forward on text calls `ops` tmoe operations, one per module
-    where the experts are fused, more where they are not. `since` is the first of the two supported
-    ends of the version range (5.17, 5.24) that has it.
+    `layers` MoE modules are replaced; for their experts a forward on text calls `ops` tmoe
+    operations, one per module where the experts are fused, more where they are not, and one for
+    each of `routers` routers. `since` is the first of the two supported ends of the version range
+    (5.17, 5.24) that has it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Family:
     overrides: dict[str, Any] = field(default_factory=dict)
     layers: int = 2
     ops: int | None = None
+    routers: int | None = None
     module: str | None = None
     config: str | None = None
     since: str = "5.17"
@@ -62,8 +64,12 @@ class Family:
             pytest.skip(f"{self.name} came with transformers {self.since}")
 
     @property
+    def expected_routers(self) -> int:
+        return self.layers if self.routers is None else self.routers
+
+    @property
     def expected_ops(self) -> int:
-        return self.layers if self.ops is None else self.ops
+        return (self.layers if self.ops is None else self.ops) + self.expected_routers
 
     def build(self) -> nn.Module:
         """The model in eval mode, fp32, matrices with a standard deviation of 1/sqrt(last size)."""

@@ -32,13 +32,15 @@ class Layer:
 
     def __str__(self) -> str:
         parts = [self.experts or "experts"]
-        parts.append("the router is transformers'" if self.router is None else _named(self.router))
+        parts.append(self._routing)
         parts += [f"{name} stays the model's own" for name in self.shared]
         return f"{self.name or 'the model'}: {'; '.join(parts)}"
 
-
-def _named(router: str) -> str:
-    return f"router {router}" if router else "routing in the block"
+    @property
+    def _routing(self) -> str:
+        if self.router is None:
+            return "the router is transformers'"
+        return "routing in it" if self.router in ("", self.experts) else f"router {self.router}"
 
 
 def block_of(model: nn.Module, experts: str) -> str:

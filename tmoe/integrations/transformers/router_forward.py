@@ -7,6 +7,7 @@ Each function here stands in a subclass of a router of transformers (`routers.py
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,17 +46,25 @@ def routing_of(module: RouterModule, kind: Kind) -> Routing:
     for name in kind.numbers:
         value = getattr(module, name)
         values.append(type(value).__name__ if name == "score_fn" else value)
-    return _constant(kind, tuple(values))
+    return getattr(_routings, _name_of_routing(kind, tuple(values)))
+
+
+class _Routings:
+    """Every routing in use, as an attribute: where torch.compile can read one."""
+
+
+_routings = _Routings()
+_numbers = count()
 
 
 @torch.compiler.assume_constant_result
-def _constant(kind: Kind, values: tuple[Any, ...]) -> Routing:
+def _name_of_routing(kind: Kind, values: tuple[Any, ...]) -> str:
     """A function of constants, which torch.compile takes as one since it can't trace it."""
-    return _routing(kind, values)
+    return _made(kind, values)
 
 
 @cache
-def _routing(kind: Kind, values: tuple[Any, ...]) -> Routing:
+def _made(kind: Kind, values: tuple[Any, ...]) -> str:
     num_experts, top_k, *rest = values
     names = (_CONFIG_NAMES.get(name, name) for name in kind.numbers)
     config = SimpleNamespace(
@@ -65,7 +74,9 @@ def _routing(kind: Kind, values: tuple[Any, ...]) -> Routing:
         functions = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
         config.scoring_func = functions.get(config.scoring_func, config.scoring_func)
     config.ffn_config = config  # where DBRX has these numbers
-    return kind.recipe(Fields(config))
+    name = f"number_{next(_numbers)}"
+    setattr(_routings, name, kind.recipe(Fields(config)))
+    return name
 
 
 def read(module: RouterModule, path: str) -> Any:
@@ -218,7 +229,8 @@ def _weights_dtype(self: RouterModule, hidden_states: Tensor, logits: Tensor) ->
         return torch.float32
     if source == "input":
         return hidden_states.dtype
-    if source == "softmax" and torch.is_autocast_enabled(logits.device.type):
+    device = logits.device.type
+    if source == "softmax" and device != "cpu" and torch.is_autocast_enabled(device):
         return torch.promote_types(logits.dtype, torch.float32)
     return logits.dtype
 

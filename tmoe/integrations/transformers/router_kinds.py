@@ -17,12 +17,14 @@ from tmoe.routing.routers import Fields
 
 from .version import before
 
+
 @dataclass(frozen=True)
 class Kind:
     """How a router class of transformers goes about it.
 
     Dtypes are written as where they come from: "product" (of the logits as they leave the matrix),
-    "input" (of the hidden states), "fp32", or "softmax" (as "product", but fp32 under autocast).
+    "input" (of the hidden states), "fp32", or "softmax": as "product", but fp32 under the autocast
+    of a GPU, which widens softmax and softplus where the CPU's doesn't.
     """
 
     recipe: Callable[[Fields], Routing]
@@ -80,6 +82,7 @@ _deepseek = kind(
 _scoring = kind(
     routers.scoring_func, "score_fn", "routed_scaling_factor", bias=OWN_BIAS, weights="softmax"
 )
+_inkling2 = replace(_scoring, in_fp32=True, weights="product")
 _inkling = kind(
     routers.sigmoid_shared, "n_shared_experts", "route_scale", forward="shared", bias=OWN_BIAS,
     in_fp32=not before("5.23"), ignores_autocast=not before("5.23"), weights="input",
@@ -161,8 +164,8 @@ ROUTERS: dict[str, dict[str, Kind]] = {
     "hy_v4": {"HYV4TopkRouter": _deepseek},
     "hy_v4_vl": {"HYV4VLTopkRouter": _deepseek},
     "inkling": {"InklingTopkRouter": _inkling},
-    "inkling2": {"Inkling2TopKRouter": replace(_scoring, in_fp32=True)},
-    "inkling2_loop": {"Inkling2LoopTopKRouter": replace(_scoring, in_fp32=True)},
+    "inkling2": {"Inkling2TopKRouter": _inkling2},
+    "inkling2_loop": {"Inkling2LoopTopKRouter": _inkling2},
     "jamba": {
         "JambaTopKRouter": kind(routers.softmax, weights="input"),
         # Until 5.20 its router is a linear layer, and the block selects.
@@ -221,7 +224,7 @@ ROUTERS: dict[str, dict[str, Kind]] = {
     "mistral_large4": {
         "MistralLarge4TextTopkRouter": kind(
             routers.softmax_groups, "num_group", "topk_group", "routed_scaling_factor",
-            in_fp32=True,
+            in_fp32=True, weights="softmax",
         )
     },
     "mixtral": {"MixtralTopKRouter": _divided},
@@ -266,3 +269,6 @@ LEFT_ALONE = {
     ),
     "ZayaRouter": "an MLP with a state that goes from layer to layer; little of it is a selection",
 }
+
+# Classes that are called routers and only make logits: their block selects, on tmoe.
+ONLY_LOGITS = {"DbrxRouter"}

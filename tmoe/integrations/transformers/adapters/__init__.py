@@ -2,7 +2,8 @@
 
 Each class here is a subclass without state of the class that it stands in for: `replace_moe`
 exchanges the class of the living module, so parameters, sub-modules, hooks and the state dict's
-keys stay where they are. The name ends in the original's, which is what tools match on. Two
-optional attributes: ``parts``, sub-modules by name whose class must change with it, and
-``why_not(self)``, which refuses an instance (before the change) with a reason.
+keys stay where they are. The name ends in the original's, which is what tools match on. Three
+optional attributes: ``parts``, sub-modules by name whose class must change with it; ``selects``,
+True where the experts are chosen in it; and ``why_not(self)``, which refuses an instance (before
+the change) with a reason.
 """

@@ -14,6 +14,8 @@ from ..activations import gated_by
 class TmoeJetMoeMoE(JetMoeMoE):
     """The router's own result is sorted on the host, so its logits are routed again."""
 
+    selects = True
+
     def why_not(self) -> str | None:
         """The projections' forward, where offloaded weights would arrive, is not called here."""
         if gated_by(self.activation) is None:
