@@ -23,6 +23,7 @@ FAMILIES = [
         "AriaTextForCausalLM",
         module="aria",
         on_interface=Version("5.18") <= TRANSFORMERS,
+        replays=Version("5.18") <= TRANSFORMERS,
     ),
     Family("axk1", "AXK1ForCausalLM", layers=1),
     Family("axk2", "AXK2ForCausalLM", layers=1),
@@ -168,7 +169,7 @@ FAMILIES = [
             use_mamba_kernels=False,
         ),
     ),
-    Family("jetmoe", "JetMoeForCausalLM", on_interface=False),
+    Family("jetmoe", "JetMoeForCausalLM", on_interface=False, replays=False),
     Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -187,7 +188,7 @@ FAMILIES = [
         "Lfm2MoeForCausalLM",
         dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
     ),
-    Family("llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False),
+    Family("llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False, replays=False),
     Family(
         "longcat_flash",
         "LongcatFlashForCausalLM",

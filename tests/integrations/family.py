@@ -54,6 +54,7 @@ class Family:
     config: str | None = None
     since: str = "5.17"
     on_interface: bool = True
+    replays: bool = True  # its experts are called with ids and weights, before and after
 
     def __str__(self) -> str:
         return self.name
