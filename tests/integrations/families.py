@@ -66,7 +66,11 @@ FAMILIES = [
     Family("deepseek_v2", "DeepseekV2ForCausalLM", layers=1),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", layers=1),
     Family("deepseek_v32", "DeepseekV32ForCausalLM", layers=1),
-    Family("deepseek_v4", "DeepseekV4ForCausalLM"),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        replays=Version("5.24") <= TRANSFORMERS,  # 5.17 can't run it in bf16 itself
+    ),
     Family("diffusion_gemma_text", "DiffusionGemmaEncoderTextModel", module="diffusion_gemma"),
     Family("dots1", "Dots1ForCausalLM", dict(n_shared_experts=1), layers=1),
     Family("dots3_note_text", "Dots3NoteForCausalLM", layers=1, module="dots3_note", since="5.24"),
@@ -236,6 +240,12 @@ FAMILIES = [
     ),
     Family("qwen3_moe", "Qwen3MoeForCausalLM"),
     Family("qwen3_next", "Qwen3NextForCausalLM", dict(layer_types=HYBRID)),
+    Family(
+        "qwen3_omni_moe_talker_text",
+        "Qwen3OmniMoeTalkerModel",
+        dict(shared_expert_intermediate_size=32),
+        module="qwen3_omni_moe",
+    ),
     Family("qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel", module="qwen3_omni_moe"),
     Family("qwen3_vl_moe_text", "Qwen3VLMoeTextModel", module="qwen3_vl_moe"),
     Family(

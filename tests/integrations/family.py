@@ -82,16 +82,23 @@ class Family:
             config_class = getattr(transformers, self.config)
         known = getattr(config_class, "__dataclass_fields__", {})
         config = config_class(**{k: v for k, v in COMMON.items() if k in known} | self.overrides)
-        model = cls(config).eval()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        return model.to(DEVICE)
+        return randomized(cls(config).eval()).to(DEVICE)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Matrices with a standard deviation of 1/sqrt(last size), so that every layer matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    return model
 
 
 def outputs(model: nn.Module, **inputs: Any) -> Tensor:
     """Logits, or the last hidden states of a model without a head."""
-    result = model(input_ids=IDS, **inputs)
+    if type(model).__name__ == "Qwen3OmniMoeTalkerModel":  # which is given embeddings
+        result = model(inputs_embeds=model.get_input_embeddings()(IDS), **inputs)
+    else:
+        result = model(input_ids=IDS, **inputs)
     return result.logits if "logits" in result else result.last_hidden_state
