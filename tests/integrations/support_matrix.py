@@ -1,4 +1,4 @@
-"""Write docs/support-matrix.md from the results of tests: python -m tests.integrations.support_matrix
+"""Write docs/support-matrix.md, from tests' results: python -m tests.integrations.support_matrix
 
 A test whose mark is ``@pytest.mark.column(name)`` and that has a row among its parameters (a
 `Family`, a `Wrapper`, or the name of one) makes one cell: "yes" if it passes, a note with its

@@ -34,7 +34,7 @@ def count_ops(model: nn.Module) -> int:
     return ops.calls.total()
 
 
-@pytest.mark.parametrize("name", ["mixtral", *SWAPPED])
+@pytest.mark.parametrize("name", ["mixtral", "afmoe", "gemma4_text", "inkling_text", *SWAPPED])
 def test_copies_and_pickles_stay_replaced(name):
     model = BY_NAME[name].build()
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_swapped_classes(name):
     assert classes(model) == before
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "llama4_text", "jetmoe", "dbrx"])
 def test_twice(name):
     """Either report restores; restoring twice is fine; and one can go back and forth."""
     model = BY_NAME[name].build()
@@ -85,6 +85,8 @@ def test_twice(name):
             reports = [tmoe.replace_moe(model), tmoe.replace_moe(model)]
             assert reports[0].replaced == reports[1].replaced
             assert reports[0].skipped == reports[1].skipped
+            assert reports[0].routers == reports[1].routers != []
+            assert str(reports[0]) == str(reports[1])
             assert count_ops(model) == BY_NAME[name].expected_ops
             reports[restorer].restore()
             reports[1 - restorer].restore()
@@ -281,13 +283,15 @@ class OwnForward:
             module.forward = lambda *args, **kwargs: old(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4_text", "step3p7_text"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "llama4_text", "step3p7_text", "dbrx", "hunyuan_v1_moe", "deepseek_v3"]
+)
 def test_accelerate_hooks(name):
     """accelerate keeps a bound method of the old class on the instance; ours must replace it."""
     model = BY_NAME[name].build()
     with torch.no_grad():
         for module in model.modules():
-            if type(module).__name__.endswith(("Experts", "Moe")):
+            if type(module).__name__.endswith(("Experts", "Moe", "Router", "FFN", "Gate")):
                 OwnForward.install(module, keep_old=True)
         before = outputs(model)
         report = tmoe.replace_moe(model)

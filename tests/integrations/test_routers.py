@@ -155,3 +155,26 @@ def test_same_dtypes_under_autocast(case):
         ours, raw_ours = run(case, router, bias, routing.num_logits)
     assert meta(raw_ours) == meta(raw)
     assert (ours.weights.dtype, ours.ids.dtype) == (theirs.weights.dtype, theirs.ids.dtype)
+
+
+BY_FORWARD = {kind.forward: name for names in ROUTERS.values() for name, kind in names.items()}
+COMPILED = [case for case in SWAPPED if case.router in BY_FORWARD.values()]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+@torch.no_grad()
+def test_compiles_without_graph_breaks(case):
+    """One router of each kind; its routing is a constant of the graph."""
+    config = case.config(case.configs[0])
+    router, routing = case.build(config), Routing.from_transformers(config)
+    bias = bias_for(case, routing)
+    tmoe.replace_moe(router)
+    _, want = run(case, router, bias, routing.num_logits)
+    torch._dynamo.reset()
+    method = router.tmoe_kind.method
+    compiled = torch.compile(getattr(router, method), fullgraph=True, backend="aot_eager")
+    setattr(router, method, compiled)
+    routed, got = run(case, router, bias, routing.num_logits)
+    assert torch.isfinite(routed.weights).all()
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other)

@@ -78,10 +78,17 @@ def test_frozen_weights_get_no_gradient():
 LACKING_BEFORE_5_24 = {
     "llama4_text": "its output has no router logits",
     "dbrx": "its auxiliary loss raises",
+    "granitemoe": "its auxiliary loss raises",
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama4_text", "jetmoe", "dbrx"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral", "qwen3_moe", "llama4_text", "jetmoe", "dbrx", "qwen2_moe", "olmoe", "phimoe",
+        "gpt_oss", "granitemoe", "jamba", "minimax", "ernie4_5_moe",
+    ],
+)  # fmt: skip
 def test_router_logits_and_aux_loss(name):
     """transformers records them by a hook on the router module, which must go on being called."""
     if name in LACKING_BEFORE_5_24 and Version("5.24") > TRANSFORMERS:

@@ -1,4 +1,4 @@
-"""Models around a Mixture-of-Experts model: every layer of it is found, also in the vision tower."""
+"""Models around a Mixture-of-Experts model: every layer is found, in a vision tower too."""
 
 from __future__ import annotations
 
