@@ -123,7 +123,7 @@ def qwen3_30b(device: torch.device, layers: int = 48, **sizes: int) -> nn.Module
     rest = [model.model.embed_tokens, model.model.norm, model.lm_head]
     for part in (*model.model.layers, *rest):
         part.to_empty(device=device)
-        for name, parameter in part.named_parameters():
+        for parameter in part.parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)  # of a norm
             else:

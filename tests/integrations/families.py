@@ -23,7 +23,7 @@ FAMILIES = [
         "AriaTextForCausalLM",
         module="aria",
         on_interface=Version("5.18") <= TRANSFORMERS,
-        replays=Version("5.18") <= TRANSFORMERS,
+        routes="experts" if Version("5.18") <= TRANSFORMERS else "router",
     ),
     Family("axk1", "AXK1ForCausalLM", layers=1),
     Family("axk2", "AXK2ForCausalLM", layers=1),
@@ -69,7 +69,7 @@ FAMILIES = [
     Family(
         "deepseek_v4",
         "DeepseekV4ForCausalLM",
-        replays=Version("5.24") <= TRANSFORMERS,  # 5.17 can't run it in bf16 itself
+        routes="experts" if Version("5.24") <= TRANSFORMERS else "",  # 5.17 can't run it in bf16
     ),
     Family("diffusion_gemma_text", "DiffusionGemmaEncoderTextModel", module="diffusion_gemma"),
     Family("dots1", "Dots1ForCausalLM", dict(n_shared_experts=1), layers=1),
@@ -173,7 +173,7 @@ FAMILIES = [
             use_mamba_kernels=False,
         ),
     ),
-    Family("jetmoe", "JetMoeForCausalLM", on_interface=False, replays=False),
+    Family("jetmoe", "JetMoeForCausalLM", on_interface=False, routes="router"),
     Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -192,7 +192,9 @@ FAMILIES = [
         "Lfm2MoeForCausalLM",
         dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
     ),
-    Family("llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False, replays=False),
+    Family(
+        "llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False, routes="router"
+    ),
     Family(
         "longcat_flash",
         "LongcatFlashForCausalLM",

@@ -54,7 +54,9 @@ class Family:
     config: str | None = None
     since: str = "5.17"
     on_interface: bool = True
-    replays: bool = True  # its experts are called with ids and weights, before and after
+    # Where a test finds the routes of a run in bf16: in the arguments of the "experts", in what the
+    # "router" returns, or nowhere.
+    routes: str = "experts"
 
     def __str__(self) -> str:
         return self.name

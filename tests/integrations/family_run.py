@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from tests.integrations.family import DEVICE, IDS, Family, outputs
 
 NEW_TOKENS = 5
 SETTINGS = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-Route = tuple[Tensor, Tensor]  # ids and weights, as an experts module got them
 
 
 class NoOperations(TorchDispatchMode):
@@ -57,7 +57,7 @@ def run_family(family: Family, folder: Path) -> Run:
     run, model = Run(family), family.build()
     with torch.no_grad():
         _in_fp32(run, model, folder)
-        if family.replays:
+        if family.routes:
             _in_bf16(run, type(model), folder)
     return run
 
@@ -122,15 +122,18 @@ def _in_bf16(run: Run, cls: type[nn.Module], folder: Path) -> None:
     its ids and routing weights.
     """
     model = cls.from_pretrained(folder / "after", dtype=torch.bfloat16).to(DEVICE).eval()
-    names = run.report.replaced
+    names, record, replay = run.report.replaced, _record_arguments, _replay_arguments
+    if run.family.routes == "router":
+        names = [name for name, _ in model.named_modules() if name.endswith("router")]
+        record, replay = _record_result, _replay_result
     wide = copy.deepcopy(model).float()
     tmoe.replace_moe(wide)
 
     def both() -> tuple[Tensor, Tensor]:
-        routes: dict[str, list[Route]] = {name: [] for name in names}
-        with _hooked(model, routes, _record):
+        routes: dict[str, list[Any]] = {name: [] for name in names}
+        with _hooked(model, routes, record):
             result = outputs(model)
-        with _hooked(wide, routes, _replay):
+        with _hooked(wide, routes, replay):
             return result, outputs(wide)
 
     if run.family.on_interface:
@@ -140,24 +143,40 @@ def _in_bf16(run: Run, cls: type[nn.Module], folder: Path) -> None:
     run.bf16 = both()
 
 
-def _record(routes: list[Route], x: Tensor, ids: Tensor, weights: Tensor) -> None:
-    routes.append((ids, weights))
-
-
-def _replay(routes: list[Route], x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    ids, weights = routes.pop(0)
-    return x, ids, weights.float()
-
-
 @contextmanager
-def _hooked(model: nn.Module, routes: dict[str, list[Route]], hook: Callable) -> Iterator[None]:
-    """`hook` sees the arguments of each experts module, and may return others."""
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, taken=taken: hook(taken, *args)
-        )
-        for name, taken in routes.items()
-    ]
+def _hooked(model: nn.Module, routes: dict[str, list[Any]], hook: Callable) -> Iterator[None]:
+    """`hook` adds a handle to each named module, which sees that module's list of routes."""
+    handles = [hook(model.get_submodule(name), taken) for name, taken in routes.items()]
     yield
     for handle in handles:
         handle.remove()
+
+
+def _record_arguments(experts: nn.Module, routes: list[Any]) -> Any:
+    return experts.register_forward_pre_hook(lambda module, args: routes.append(args[1:]))
+
+
+def _replay_arguments(experts: nn.Module, routes: list[Any]) -> Any:
+    def replay(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids, weights = routes.pop(0)
+        return args[0], ids, weights.float()
+
+    return experts.register_forward_pre_hook(replay)
+
+
+def _record_result(router: nn.Module, routes: list[Any]) -> Any:
+    return router.register_forward_hook(lambda module, args, out: routes.append(out))
+
+
+def _replay_result(router: nn.Module, routes: list[Any]) -> Any:
+    def replay(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> Any:
+        taken = routes.pop(0)
+        if isinstance(taken, Tensor):
+            return taken.float()
+        return tuple(t.float() if _is_float(t) else t for t in taken)
+
+    return router.register_forward_hook(replay)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

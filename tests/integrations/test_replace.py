@@ -156,7 +156,7 @@ def test_printed_report():
         f"  model.layers.1.mlp.router: {ROUTERS_LEFT_ALONE['JetMoeTopKGating']}",
     ]
     assert str(tmoe.replace_moe(BY_NAME["deepseek_v3"].build())).splitlines() == [
-        "1 MoE layers run on tmoe:",
+        "1 MoE layer runs on tmoe:",
         "  model.layers.1.mlp: experts; router gate; shared_experts stays the model's own",
     ]
 

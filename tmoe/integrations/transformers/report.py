@@ -66,7 +66,8 @@ class Report:
         elif not self.replaced and not self.routers:
             lines.append("warning: no MoE module was replaced")
         elif self.replaced:
-            lines.append(f"{len(self.layers)} MoE layers run on tmoe:")
+            count = len(self.layers)
+            lines.append(f"{count} MoE layer{'s run' if count > 1 else ' runs'} on tmoe:")
             lines += [f"  {layer}" for layer in self.layers]
         inside = {layer.router_name for layer in self.layers}
         alone = [name for name in self.routers if name not in inside]
