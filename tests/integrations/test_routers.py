@@ -21,6 +21,7 @@ from tests.routing.cases import CASES, HASH
 from tests.routing.clear import ERROR_BF16, ERROR_FP32, clear_rows
 from tests.routing.run import Routed
 from tmoe.integrations.transformers.router_kinds import LEFT_ALONE, ROUTERS
+from tmoe.integrations.transformers.version import before
 from tmoe.routing import Routing
 
 SWAPPED = [case for case in [*CASES, HASH] if case.router not in LEFT_ALONE]
@@ -81,6 +82,8 @@ def by_id(routed: Routed) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("case, changes", CONFIGS)
 @torch.no_grad()
 def test_same_answer(case, changes, dtype):
+    if case.router.startswith("Inkling2") and dtype == torch.bfloat16 and before("5.24"):
+        pytest.skip("transformers 5.23 can't run it in bf16 itself")
     with default_dtype(dtype):
         config = case.config(changes)
         router, routing = case.build(config), Routing.from_transformers(config)

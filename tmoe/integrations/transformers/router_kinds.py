@@ -67,9 +67,9 @@ _gemma = kind(
 )  # fmt: skip
 _top_logits = kind(routers.top_logits, weights="softmax")
 _granite = kind(routers.top_logits, logits="fp32", weights="input")
-_old_granite = (
-    replace(_granite, returns=("ids", "weights", "logits")) if before("5.21") else _granite
-)
+_IDS_FIRST = ("ids", "weights", "logits")
+_old_granite = replace(_granite, returns=_IDS_FIRST) if before("5.21") else _granite
+_aria = replace(_top_logits, returns=_IDS_FIRST) if before("5.21") else _top_logits
 _sigmoid = kind(routers.sigmoid_bias, bias=OWN_BIAS)
 _given_bias = kind(
     routers.sigmoid_bias_scaled, "router_scaling_factor",
@@ -97,7 +97,7 @@ ROUTERS: dict[str, dict[str, Kind]] = {
             forward="layer_given_expert_bias", weight="gate", logits="fp32",
         )
     },
-    "aria": {"AriaTextTopKRouter": _top_logits},
+    "aria": {"AriaTextTopKRouter": _aria},
     "axk1": {"AXK1TopkRouter": _deepseek},
     "axk2": {"AXK2TopkRouter": replace(_deepseek, recipe=routers.sigmoid_groups_or_zero)},
     "bailing_hybrid": {"BailingHybridTopkRouter": _deepseek},
