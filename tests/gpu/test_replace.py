@@ -66,12 +66,12 @@ def test_a_decode_step_is_captured(name, device):
     model = BY_NAME[name].build().to(BF16)
     tmoe.replace_moe(model)
     tokens = IDS[:2, :1].clone()
+    mask = torch.zeros(2, 1, 1, 1, dtype=BF16, device=device)  # given, so that nothing looks for it
 
     def step() -> torch.Tensor:
-        return model(input_ids=tokens, use_cache=False).logits
+        return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
 
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step()
+    step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
