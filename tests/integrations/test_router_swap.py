@@ -148,7 +148,7 @@ def test_a_foreign_forward_or_class_is_left_alone():
 
 
 def test_what_a_recipe_does_not_know_is_left_alone():
-    """A number outside the recipe, a number that is missing, weights of another dtype."""
+    """A number outside the recipe or missing, weights of another dtype or number of rows."""
     model = BY_NAME["phimoe"].build()
     first, second = (layer.mlp.router for layer in model.model.layers)
     first.top_k = 4
@@ -159,6 +159,9 @@ def test_what_a_recipe_does_not_know_is_left_alone():
     router = router_of("deepseek_v3")
     router.weight.data = router.weight.data.to(torch.float8_e4m3fn)
     assert "float8_e4m3fn" in tmoe.replace_moe(router).skipped[""]
+    router = router_of("mixtral")
+    router.weight.data = router.weight.data[:6]
+    assert "has 6 rows, and its numbers say 8 experts" in tmoe.replace_moe(router).skipped[""]
 
 
 def test_weights_of_a_part_that_is_not_loaded():

@@ -15,6 +15,7 @@ from torch import nn
 from tmoe.arguments import FLOATS
 
 from . import router_forward
+from .compare_router import is_known, why_not_alike
 from .router_kinds import ROUTERS, Kind
 from .swap import class_of, original_class
 
@@ -61,7 +62,7 @@ def why_not_route(module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Why `cls` can't stand in for the class of `module`, or None."""
     kind: Kind = cls.tmoe_kind  # type: ignore[attr-defined]
     try:
-        router_forward.routing_of(module, kind)
+        routing = router_forward.routing_of(module, kind)
     except (AttributeError, ValueError) as error:
         return str(error)
     paths = [kind.bias] if kind.bias not in ("", "argument") else []
@@ -71,5 +72,10 @@ def why_not_route(module: nn.Module, cls: type[nn.Module]) -> str | None:
     # A module inside it is not called by us, so weights would not be loaded for it.
     if any("." in path and tensor.is_meta for path, tensor in tensors.items()):
         return "its weights are offloaded, or not loaded yet"
+    if kind.weight in tensors and len(tensors[kind.weight]) != routing.num_logits:
+        rows = len(tensors[kind.weight])
+        return f"its weight has {rows} rows, and its numbers say {routing.num_logits} experts"
     dtypes = sorted({str(t.dtype) for t in tensors.values() if t.dtype not in FLOATS})
-    return f"its weights are {', '.join(dtypes)}, which tmoe can't multiply yet" if dtypes else None
+    if dtypes:
+        return f"its weights are {', '.join(dtypes)}, which tmoe can't multiply yet"
+    return None if is_known() else why_not_alike(module, cls)
