@@ -189,3 +189,15 @@ def test_nothing_keeps_the_weights(name):
     gc.collect()
     assert not [reference for reference in alive if reference() is not None]
     report.restore()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gemma4_text"])
+def test_runs_on_meta(name):
+    """Shapes without memory: what plans where a model goes, or counts its operations."""
+    model = BY_NAME[name].build()
+    tmoe.replace_moe(model)
+    ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    mask = torch.zeros(2, 1, 5, 5, device="meta")
+    with torch.no_grad():
+        logits = model.to("meta")(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert logits.is_meta and logits.shape == (2, 5, 128)

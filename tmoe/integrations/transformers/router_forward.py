@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tmoe.arguments import autocast, autocast_is_on
 from tmoe.ops import route, router
 from tmoe.routing import Routing
 from tmoe.routing.routers import Fields
@@ -129,8 +130,8 @@ def _routed(
     linear_bias = self.bias if kind.linear_bias else None
     if kind.in_fp32:
         weight = weight.float()
-    if not kind.ignores_autocast and torch.is_autocast_enabled(x.device.type):
-        weight = weight.to(torch.get_autocast_dtype(x.device.type))
+    if not kind.ignores_autocast:
+        (weight,) = autocast(weight)
     if weight.dtype != torch.float32:  # which makes the product one of fp32, whatever x is
         x = x.to(weight.dtype)
     return router(
@@ -230,7 +231,7 @@ def _weights_dtype(self: RouterModule, hidden_states: Tensor, logits: Tensor) ->
     if source == "input":
         return hidden_states.dtype
     device = logits.device.type
-    if source == "softmax" and device != "cpu" and torch.is_autocast_enabled(device):
+    if source == "softmax" and device != "cpu" and autocast_is_on(device):
         return torch.promote_types(logits.dtype, torch.float32)
     return logits.dtype
 
