@@ -173,9 +173,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     )
 
 
+def autocast_is_on(device_type: str) -> bool:
+    """Whether autocast is on; there is none for tensors on meta, and to ask would raise."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors in autocast's dtype while it is on; float64 stays, as in torch's own matmul."""
-    if not torch.is_autocast_enabled(first.device.type):
+    if not autocast_is_on(first.device.type):
         return first, *others
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integrations.family import Family
+from packaging.version import Version
+
+from tests.integrations.family import TRANSFORMERS, Family
 
 HYBRID = ["linear_attention", "full_attention"]
 SPARSE_LAST = ["dense", "sparse"]
@@ -16,7 +18,13 @@ def mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 FAMILIES = [
     Family("afmoe", "AfmoeForCausalLM", layers=1),
-    Family("aria_text", "AriaTextForCausalLM", module="aria", since="5.24"),
+    Family(
+        "aria_text",
+        "AriaTextForCausalLM",
+        module="aria",
+        on_interface=Version("5.18") <= TRANSFORMERS,
+        routes="experts" if Version("5.18") <= TRANSFORMERS else "router",
+    ),
     Family("axk1", "AXK1ForCausalLM", layers=1),
     Family("axk2", "AXK2ForCausalLM", layers=1),
     Family(
@@ -58,7 +66,11 @@ FAMILIES = [
     Family("deepseek_v2", "DeepseekV2ForCausalLM", layers=1),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", layers=1),
     Family("deepseek_v32", "DeepseekV32ForCausalLM", layers=1),
-    Family("deepseek_v4", "DeepseekV4ForCausalLM"),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        routes="experts" if Version("5.24") <= TRANSFORMERS else "",  # 5.17 can't run it in bf16
+    ),
     Family("diffusion_gemma_text", "DiffusionGemmaEncoderTextModel", module="diffusion_gemma"),
     Family("dots1", "Dots1ForCausalLM", dict(n_shared_experts=1), layers=1),
     Family("dots3_note_text", "Dots3NoteForCausalLM", layers=1, module="dots3_note", since="5.24"),
@@ -68,6 +80,7 @@ FAMILIES = [
         "Ernie4_5_VLMoeTextModel",
         dict(moe_intermediate_size=[48, 32], rope_parameters=mrope(2, 2, 4)),
         ops=1,  # the vision experts idle on text
+        routers=1,
         module="ernie4_5_vl_moe",
     ),
     Family("exaone_moe", "ExaoneMoeForCausalLM", layers=1),
@@ -160,7 +173,7 @@ FAMILIES = [
             use_mamba_kernels=False,
         ),
     ),
-    Family("jetmoe", "JetMoeForCausalLM", on_interface=False),
+    Family("jetmoe", "JetMoeForCausalLM", on_interface=False, routes="router"),
     Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -179,7 +192,9 @@ FAMILIES = [
         "Lfm2MoeForCausalLM",
         dict(layer_types=["conv", "full_attention"], num_dense_layers=0),
     ),
-    Family("llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False),
+    Family(
+        "llama4_text", "Llama4ForCausalLM", module="llama4", on_interface=False, routes="router"
+    ),
     Family(
         "longcat_flash",
         "LongcatFlashForCausalLM",
@@ -220,13 +235,19 @@ FAMILIES = [
     ),
     Family("olmoe", "OlmoeForCausalLM"),
     Family("openai_privacy_filter", "OpenAIPrivacyFilterModel"),
-    Family("phimoe", "PhimoeForCausalLM"),
+    Family("phimoe", "PhimoeForCausalLM", dict(num_experts_per_tok=2)),
     Family("qwen2_moe", "Qwen2MoeForCausalLM"),
     Family(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", dict(layer_types=HYBRID), module="qwen3_5_moe"
     ),
     Family("qwen3_moe", "Qwen3MoeForCausalLM"),
     Family("qwen3_next", "Qwen3NextForCausalLM", dict(layer_types=HYBRID)),
+    Family(
+        "qwen3_omni_moe_talker_text",
+        "Qwen3OmniMoeTalkerModel",
+        dict(shared_expert_intermediate_size=32),
+        module="qwen3_omni_moe",
+    ),
     Family("qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel", module="qwen3_omni_moe"),
     Family("qwen3_vl_moe_text", "Qwen3VLMoeTextModel", module="qwen3_vl_moe"),
     Family(
@@ -281,6 +302,6 @@ FAMILIES = [
         module="unlimited_ocr",
         since="5.24",
     ),
-    Family("zaya", "ZayaForCausalLM", dict(num_experts_per_tok=1)),
+    Family("zaya", "ZayaForCausalLM", dict(num_experts_per_tok=1), routers=0),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

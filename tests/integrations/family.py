@@ -38,9 +38,10 @@ IDS = torch.randint(3, 120, (2, 19), generator=torch.Generator().manual_seed(2))
 class Family:
     """One model type: `cls` in `module`, a folder of transformers.models, and config overrides.
 
-    `layers` MoE modules are replaced; a forward on text calls `ops` tmoe operations, one per module
-    where the experts are fused, more where they are not. `since` is the first of the two supported
-    ends of the version range (5.17, 5.24) that has it.
+    `layers` MoE modules are replaced; for their experts a forward on text calls `ops` tmoe
+    operations, one per module where the experts are fused, more where they are not, and one for
+    each of `routers` routers. `since` is the first of the two supported ends of the version range
+    (5.17, 5.24) that has it.
     """
 
     name: str
@@ -48,10 +49,14 @@ class Family:
     overrides: dict[str, Any] = field(default_factory=dict)
     layers: int = 2
     ops: int | None = None
+    routers: int | None = None
     module: str | None = None
     config: str | None = None
     since: str = "5.17"
     on_interface: bool = True
+    # Where a test finds the routes of a run in bf16: in the arguments of the "experts", in what the
+    # "router" returns, or nowhere.
+    routes: str = "experts"
 
     def __str__(self) -> str:
         return self.name
@@ -62,8 +67,12 @@ class Family:
             pytest.skip(f"{self.name} came with transformers {self.since}")
 
     @property
+    def expected_routers(self) -> int:
+        return self.layers if self.routers is None else self.routers
+
+    @property
     def expected_ops(self) -> int:
-        return self.layers if self.ops is None else self.ops
+        return (self.layers if self.ops is None else self.ops) + self.expected_routers
 
     def build(self) -> nn.Module:
         """The model in eval mode, fp32, matrices with a standard deviation of 1/sqrt(last size)."""
@@ -75,16 +84,23 @@ class Family:
             config_class = getattr(transformers, self.config)
         known = getattr(config_class, "__dataclass_fields__", {})
         config = config_class(**{k: v for k, v in COMMON.items() if k in known} | self.overrides)
-        model = cls(config).eval()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        return model.to(DEVICE)
+        return randomized(cls(config).eval()).to(DEVICE)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Matrices with a standard deviation of 1/sqrt(last size), so that every layer matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    return model
 
 
 def outputs(model: nn.Module, **inputs: Any) -> Tensor:
     """Logits, or the last hidden states of a model without a head."""
-    result = model(input_ids=IDS, **inputs)
+    if type(model).__name__ == "Qwen3OmniMoeTalkerModel":  # which is given embeddings
+        result = model(inputs_embeds=model.get_input_embeddings()(IDS), **inputs)
+    else:
+        result = model(input_ids=IDS, **inputs)
     return result.logits if "logits" in result else result.last_hidden_state

@@ -26,6 +26,8 @@ from tmoe.integrations.transformers.switch import _dispatches
 def experts_of(name: str) -> nn.Module:
     """The first experts module of a tiny model, on eager."""
     model = BY_NAME[name].build()
+    if not BY_NAME[name].on_interface:
+        pytest.skip(f"{name} is not on the interface of this transformers")
     module = next(module for module in model.modules() if _dispatches(module))
     module.config._experts_implementation_internal = "eager"
     return module
@@ -239,7 +241,7 @@ def test_llama4_weights_scale_the_input_unfused_too():
         with CountOps() as ops:
             got = block(x)
     torch.testing.assert_close(got, want)
-    assert dict(ops.calls) == {"grouped_gemm": 2}
+    assert dict(ops.calls) == {"router": 1, "grouped_gemm": 2}
 
 
 class WeightsSeen(CountOps):
@@ -251,7 +253,7 @@ class WeightsSeen(CountOps):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "tmoe":
-            weights = [a for a in args[1:3] if a.ndim == 3]
+            weights = [a for a in args[1:3] if a is not None and a.ndim == 3]
             self.storages.update(weight.untyped_storage().data_ptr() for weight in weights)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -19,6 +19,7 @@ from tests.integrations.counting import CountOps
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import outputs
 from tmoe.integrations.transformers.families import LEFT_ALONE
+from tmoe.integrations.transformers.router_kinds import LEFT_ALONE as ROUTERS_LEFT_ALONE
 
 SWAPPED = ["llama4_text", "dbrx", "jetmoe", "longcat_flash", "step3p7_text"]
 
@@ -33,7 +34,7 @@ def count_ops(model: nn.Module) -> int:
     return ops.calls.total()
 
 
-@pytest.mark.parametrize("name", ["mixtral", *SWAPPED])
+@pytest.mark.parametrize("name", ["mixtral", "afmoe", "gemma4_text", "inkling_text", *SWAPPED])
 def test_copies_and_pickles_stay_replaced(name):
     model = BY_NAME[name].build()
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_swapped_classes(name):
     assert classes(model) == before
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "llama4_text", "jetmoe", "dbrx"])
 def test_twice(name):
     """Either report restores; restoring twice is fine; and one can go back and forth."""
     model = BY_NAME[name].build()
@@ -84,6 +85,8 @@ def test_twice(name):
             reports = [tmoe.replace_moe(model), tmoe.replace_moe(model)]
             assert reports[0].replaced == reports[1].replaced
             assert reports[0].skipped == reports[1].skipped
+            assert reports[0].routers == reports[1].routers != []
+            assert str(reports[0]) == str(reports[1])
             assert count_ops(model) == BY_NAME[name].expected_ops
             reports[restorer].restore()
             reports[1 - restorer].restore()
@@ -119,7 +122,7 @@ def test_config_copies_per_layer():
         layer.mlp.experts.config = copy.deepcopy(layer.mlp.experts.config)
     model.model.layers[1].mlp.experts.config._experts_implementation_internal = "eager"
     report = tmoe.replace_moe(model)
-    assert count_ops(model) == 2
+    assert count_ops(model) == BY_NAME["mixtral"].expected_ops
     report.restore()
     configs = [layer.mlp.experts.config._experts_implementation for layer in model.model.layers]
     assert configs == ["grouped_mm", "eager"]
@@ -143,12 +146,18 @@ def test_printed_report():
     model = BY_NAME["jetmoe"].build()
     text = str(tmoe.replace_moe(model))
     assert text.splitlines() == [
-        "2 MoE modules run on tmoe:",
-        "  model.layers.0.mlp",
-        "  model.layers.1.mlp",
-        "2 left alone:",
+        "2 MoE layers run on tmoe:",
+        "  model.layers.0.mlp: experts; routing in it",
+        "  model.layers.1.mlp: experts; routing in it",
+        "4 left alone:",
         f"  model.layers.0.self_attention.experts: {LEFT_ALONE['JetMoeMoA']}",
         f"  model.layers.1.self_attention.experts: {LEFT_ALONE['JetMoeMoA']}",
+        f"  model.layers.0.mlp.router: {ROUTERS_LEFT_ALONE['JetMoeTopKGating']}",
+        f"  model.layers.1.mlp.router: {ROUTERS_LEFT_ALONE['JetMoeTopKGating']}",
+    ]
+    assert str(tmoe.replace_moe(BY_NAME["deepseek_v3"].build())).splitlines() == [
+        "1 MoE layer runs on tmoe:",
+        "  model.layers.1.mlp: experts; router gate; shared_experts stays the model's own",
     ]
 
 
@@ -276,13 +285,15 @@ class OwnForward:
             module.forward = lambda *args, **kwargs: old(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4_text", "step3p7_text"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "llama4_text", "step3p7_text", "dbrx", "hunyuan_v1_moe", "deepseek_v3"]
+)
 def test_accelerate_hooks(name):
     """accelerate keeps a bound method of the old class on the instance; ours must replace it."""
     model = BY_NAME[name].build()
     with torch.no_grad():
         for module in model.modules():
-            if type(module).__name__.endswith(("Experts", "Moe")):
+            if type(module).__name__.endswith(("Experts", "Moe", "Router", "FFN", "Gate")):
                 OwnForward.install(module, keep_old=True)
         before = outputs(model)
         report = tmoe.replace_moe(model)
@@ -301,7 +312,9 @@ def test_foreign_forward_is_left_alone(name):
     report = tmoe.replace_moe(model)
     assert report.replaced == []
     assert all("another library" in reason for reason in report.skipped.values())
-    assert count_ops(model) == 0
+    routers = BY_NAME[name].expected_routers  # which run on tmoe whatever the experts do
+    assert count_ops(model) == len(report.routers) == routers
+    assert f"{routers} routers run on tmoe, their experts don't:" in str(report)
 
 
 def test_parametrised_before_and_after():
@@ -319,7 +332,7 @@ def test_parametrised_before_and_after():
         want = outputs(model)
         report = tmoe.replace_moe(model)
         torch.testing.assert_close(outputs(model), want)
-        assert count_ops(model) == 3
+        assert count_ops(model) == BY_NAME["step3p7_text"].expected_ops
         report.restore()
         assert torch.equal(outputs(model), want) and count_ops(model) == 0
         report = tmoe.replace_moe(model)

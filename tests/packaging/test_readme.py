@@ -45,5 +45,5 @@ def test_every_block_runs(tiny_model, capsys):
         else:
             exec(compile(block, "README.md", "exec"), names)
     printed += capsys.readouterr().out
-    assert "MoE modules run on tmoe" in printed
+    assert "MoE layers run on tmoe" in printed
     assert "tensor([0, 2, 3, 6]" in printed and "tensor([1, 4, 3, 0, 2, 5]" in printed

@@ -1,4 +1,4 @@
-"""Hugging Face transformers, 5.17 to 5.24: the experts of its MoE models on tmoe's operations.
+"""Hugging Face transformers, 5.17 to 5.24: experts and routers of its MoE models on tmoe.
 
 `register` adds ``"tmoe"`` to the names that ``experts_implementation`` takes; `replace_moe`
 switches a loaded model over, in place, and says what it did. transformers is imported by those

@@ -13,6 +13,7 @@ from importlib import import_module
 from torch import nn
 
 from .swap import class_of, original_class
+from .version import before
 
 _MODELS = "transformers.models"
 ADAPTERS = {
@@ -24,6 +25,9 @@ ADAPTERS = {
     ),
     f"{_MODELS}.step3p7.modeling_step3p7.Step3p7Experts": "step3p7.TmoeStep3p7Experts",
 }
+
+if before("5.18"):  # where it isn't on the interface yet
+    ADAPTERS[f"{_MODELS}.aria.modeling_aria.AriaExperts"] = "aria.TmoeAriaExperts"
 
 _DROPS = "capacity-limited routing that drops tokens, with a dense module per expert"
 LEFT_ALONE = {

@@ -18,10 +18,11 @@ def replace_moe(
     """Run the MoE modules of `model` on tmoe, in place; no parameter is moved, copied or renamed.
 
     Experts on transformers' interface are switched through their config. The modules of families
-    that are not on it (Llama 4, DBRX, JetMoE's MLPs, LongCat-Flash, Step-3.7) change class, to a
-    subclass with another `forward`. Router, shared experts, hooks and state dict stay as they are.
-    Calling it again is fine: it finds what runs on tmoe already. What it doesn't know, it leaves
-    alone and reports.
+    that are not on it (Llama 4, DBRX, JetMoE's MLPs, LongCat-Flash, Step-3.7), and the routers of
+    all, change class, to a subclass with another `forward`; a router is called as before and
+    returns what it returned. Shared experts, hooks and state dict stay as they are. Calling it
+    again is fine: it finds what runs on tmoe already. What it doesn't know, it leaves alone and
+    reports.
 
     Copies and pickles of the model stay replaced; a process that loads such a pickle calls
     `register`.

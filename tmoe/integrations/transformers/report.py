@@ -10,6 +10,7 @@ from torch import nn
 
 from tmoe.formats import ErrorSums
 
+from .layers import Layer
 from .quantized import scheme_of
 from .swap import original_class, swap_class
 
@@ -23,8 +24,10 @@ class Report:
     """The result of `replace_moe`; print it.
 
     Attributes:
-        replaced: names of the modules that now run on tmoe, in the model's order.
+        replaced: names of the experts (or blocks) that now run on tmoe, in the model's order.
+        routers: names of the routers (or blocks that route) that now run on tmoe.
         skipped: names of the modules that look like MoE and were left alone, with the reason.
+        layers: what was done, by MoE layer.
         scheme: what the experts were to be quantised to, or None.
         errors: names of the quantised experts modules, with the error of each projection.
         not_quantized: names of those that kept their weights although a scheme was given, with the
@@ -33,6 +36,8 @@ class Report:
 
     replaced: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    routers: list[str] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     scheme: str | None = None
     errors: dict[str, dict[str, ErrorSums]] = field(default_factory=dict)
     not_quantized: dict[str, str] = field(default_factory=dict)
@@ -47,6 +52,11 @@ class Report:
     def covers(self, name: str) -> bool:
         """Whether the module of that name is one that was replaced, or inside one."""
         return any(name == one or name.startswith(f"{one}.") or not one for one in self.replaced)
+
+    def add_router(self, name: str, module: nn.Module) -> None:
+        """Count `name` as a router on tmoe."""
+        self.routers.append(name)
+        self._modules.append(ref(module))
 
     def restore(self) -> None:
         """Undo the replacement exactly: every class and experts implementation is what it was.
@@ -75,13 +85,19 @@ class Report:
 
     def __str__(self) -> str:
         lines = []
-        if not self.replaced and not self.skipped:
+        if not self.replaced and not self.routers and not self.skipped:
             lines.append("warning: no MoE module found in this model; nothing was replaced")
-        elif not self.replaced:
+        elif not self.replaced and not self.routers:
             lines.append("warning: no MoE module was replaced")
-        else:
-            lines.append(f"{len(self.replaced)} MoE modules run on tmoe:")
-            lines += [f"  {name}" for name in self.replaced]
+        elif self.replaced:
+            count = len(self.layers)
+            lines.append(f"{count} MoE layer{'s run' if count > 1 else ' runs'} on tmoe:")
+            lines += [f"  {layer}" for layer in self.layers]
+        inside = {layer.router_name for layer in self.layers}
+        alone = [name for name in self.routers if name not in inside]
+        if alone:
+            lines.append(f"{len(alone)} routers run on tmoe, their experts don't:")
+            lines += [f"  {name}" for name in alone]
         if self.skipped:
             lines.append(f"{len(self.skipped)} left alone:")
             lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]

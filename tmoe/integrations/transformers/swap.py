@@ -31,9 +31,10 @@ def swap_class(module: nn.Module, to: type[nn.Module]) -> None:
 
 
 def original_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that our adapter stands in for, or None if `module` has no adapter."""
+    """The class that ours stands in for, or None if `module` is of a class that isn't ours."""
     cls = class_of(module)
-    return cls.__bases__[0] if cls.__module__.startswith(f"{__package__}.adapters.") else None
+    ours = cls.__module__.startswith((f"{__package__}.adapters.", f"{__package__}.routers"))
+    return cls.__bases__[0] if ours else None
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -15,7 +15,9 @@ from .families import LEFT_ALONE, adapter_for, looks_like_moe
 from .fp8_experts import is_fp8_experts, why_not_fp8
 from .register import NAME
 from .report import PREVIOUS, Report
+from .routers import router_for
 from .swap import class_of, original_class, swap_class, why_not_swap
+from .switch_routers import switch_routers
 
 
 def switch_all(model: nn.Module, report: Report) -> None:
@@ -28,7 +30,7 @@ def switch_all(model: nn.Module, report: Report) -> None:
         if any(_is_inside(name, parent) for parent in (*report.replaced, *report.skipped)):
             continue
         class_name = class_of(module).__name__
-        adapter = adapter_for(module)
+        adapter = None if router_for(module) is not None else adapter_for(module)
         reason = None
         if adapter is not None:
             reason = _why_not_adapt(module, adapter)
@@ -55,6 +57,7 @@ def switch_all(model: nn.Module, report: Report) -> None:
         outermost = not any(_is_inside(name, other) for other in unknown if other != name)
         if outermost and not any(_is_inside(inner, name) for inner in known):
             report.skipped[name] = reason
+    switch_routers(model, report)
 
 
 # What says where a module's weights are: transformers' decorator, or our adapters.

@@ -5,14 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
-from tmoe.ops import fused_experts
+from tmoe.ops import fused_experts, route
+from tmoe.routing import Routing
 
 from ..activations import gated_by
 from ..quantized import scheme_of
 
 
 class TmoeJetMoeMoE(JetMoeMoE):
-    """The router's own result is sorted on the host; the top k of its logits are what we want."""
+    """The router's own result is sorted on the host, so its logits are routed again."""
+
+    selects = True
 
     weight_names = ("input_linear.weight", "output_linear.weight")
 
@@ -28,14 +31,15 @@ class TmoeJetMoeMoE(JetMoeMoE):
         """(B, S, H) to (B, S, H)."""
         x = layer_input.reshape(-1, layer_input.shape[-1])
         *_, router_logits = self.router(x)
-        top_logits, topk_ids = router_logits.topk(self.router.top_k, dim=1)
+        routing = Routing(router_logits.shape[1], self.router.top_k, "Renormalize")
+        topk_weights, topk_ids = route(router_logits, routing)
         gate_up_proj, activation = self.input_linear.weight, gated_by(self.activation)
         assert activation is not None  # why_not
         out = fused_experts(
             x.to(gate_up_proj.dtype),
             gate_up_proj,
             self.output_linear.weight,
-            top_logits.softmax(dim=1).type_as(x),
+            topk_weights.type_as(x),
             topk_ids,
             activation=activation,
             **scheme_of(self).of_layer(),

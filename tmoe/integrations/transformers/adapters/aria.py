@@ -1,0 +1,43 @@
+"""Aria before transformers 5.18: its experts select for themselves and aren't on the interface.
+
+Later versions have `AriaExperts` on the interface, and `families.py` leaves them to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.aria.modeling_aria import AriaExperts
+
+from tmoe.activation import Activation
+from tmoe.ops import fused_experts, route
+from tmoe.routing import Routing
+
+
+class TmoeAriaExperts(AriaExperts):
+    """Stored transposed, (E, H, 2I) and (E, I, H), in two modules that are not called here."""
+
+    selects = True
+
+    def why_not(self: Any) -> str | None:
+        if self.fc1.weight.is_meta or self.fc2.weight.is_meta:
+            return "its weights are offloaded, or not loaded yet"
+        return None
+
+    def forward(  # type: ignore[override]
+        self: Any, hidden_states: Tensor, router_logits: Tensor
+    ) -> Tensor:
+        """(T, H) and logits (T, E) to (T, H)."""
+        gate_up_proj, down_proj = self.fc1.weight, self.fc2.weight
+        routing = Routing(gate_up_proj.shape[0], self.config.moe_topk, "Renormalize")
+        weights, ids = route(router_logits, routing)
+        out = fused_experts(
+            hidden_states.to(gate_up_proj.dtype),
+            gate_up_proj.transpose(1, 2),
+            down_proj.transpose(1, 2),
+            weights.to(router_logits.dtype),
+            ids,
+            activation=Activation.swiglu(),
+        )
+        return out.to(hidden_states.dtype)
