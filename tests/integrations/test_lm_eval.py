@@ -104,6 +104,7 @@ def evaluate(model: str, options: str, tasks: Path, out: Path) -> tuple[dict[str
     return {"acc": results["continue_source"]["acc,none"], "bits": bits}, done.stderr
 
 
+@pytest.mark.timeout(1500)  # three processes, each of which imports all that lm_eval needs
 def test_the_same_score(tmp_path):
     pytest.importorskip("lm_eval")
     model, tasks = save_model(tmp_path / "model"), save_tasks(tmp_path / "tasks")
