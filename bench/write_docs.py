@@ -34,6 +34,7 @@ SECTIONS = (
     ("h200_operations.json", "Single operations", ()),
 )
 STARTUP = RESULTS / "h200_startup.json"
+DECODE = RESULTS / "h200_decode_step.json"
 
 INTRO = """# Performance
 
@@ -47,6 +48,14 @@ bandwidth and of flops over peak, both measured. *Predicted* is the [cost model]
 $ tmoe bench mixtral-8x7b --tokens 1,1024 --backends triton,grouped_mm   # on your GPU
 $ tmoe bench report bench/results/h200_layer.json --out report           # these tables, as one page
 ```
+"""
+
+DECODING = """## A decode step of a model of transformers
+
+Qwen3-30B-A3B's layers with random weights in bf16, one token for each of T sequences, attention
+included. Called as Python calls it, a layer of tmoe costs the host more than one of transformers:
+its Triton launches have dozens of arguments each. So decode with a CUDA graph, or `torch.compile`,
+where the host's time doesn't count; `tmoe.replace_moe(model, routers=False)` leaves it the routers.
 """
 
 MODEL = """## Cost model
@@ -69,6 +78,8 @@ def sections() -> Iterator[str]:
             yield from section(name, heading, schemes)
     if STARTUP.exists():
         yield startup()
+    if DECODE.exists():
+        yield from decode_step()
     yield MODEL
     yield fits().as_markdown()
     for shape in ("qwen3-30b-a3b", "deepseek-v3"):
@@ -127,6 +138,24 @@ def startup() -> str:
     rows = tuple(Row((text, f"{found[name]:.2f}")) for name, text in names.items())
     grid = Grid(f"{found['shape']}, seconds", ("", "s"), rows)
     return f"## First calls\n\n```console\n$ {found['command']}\n```\n\n{grid.as_markdown()}"
+
+
+def decode_step() -> Iterator[str]:
+    """What a whole model takes for a token, eagerly and captured."""
+    found = json.loads(DECODE.read_text(encoding="utf-8"))
+    yield DECODING
+    yield f"```console\n$ {found['command']}\n```"
+    if "note" in found:
+        yield f"({found['note']})"
+    rows = tuple(
+        Row(
+            (row["experts"], str(row["tokens"]), f"{row['eager_ms']:.2f}", f"{row['graph_ms']:.3f}")
+        )
+        for row in found["rows"]
+    )
+    columns = ("experts", "T", "eager, ms", "CUDA graph, ms")
+    title = f"{found['layers']} layers, {found['machine_info']['device']}"
+    yield Grid(title, columns, rows).as_markdown()
 
 
 def page() -> str:

@@ -74,3 +74,16 @@ def test_startup_measures_fresh_processes(tmp_path, monkeypatch, capsys):
 def test_startup_says_what_went_wrong(tmp_path):
     with pytest.raises(RuntimeError, match="bench.startup --here .* failed:"):
         startup.in_a_fresh_process("no such shape", [1], tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_decode_step_is_measured(tmp_path, monkeypatch):
+    from bench import decode_step
+
+    out = tmp_path / "decode.json"
+    arguments = ["decode_step", "--layers", "1", "--tokens", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    decode_step.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["experts"] for row in rows] == ["grouped_mm", "batched_mm", "tmoe", "replace_moe"]
+    assert all(row["tokens"] == 2 and 0 < row["graph_ms"] and 0 < row["eager_ms"] for row in rows)

@@ -43,6 +43,25 @@ def test_every_class_is_an_attribute_of_the_module():
         _ = routers.TmoeNothing
 
 
+@pytest.mark.parametrize("name", ["mixtral", "dbrx", "llama4_text"])
+def test_without_routers(name):
+    """They stay transformers' own, unless they are on tmoe already; the experts run the same."""
+    model = BY_NAME[name].build()
+    router = router_of(name, model)
+    original = type(router)
+    report = tmoe.replace_moe(model, routers=False)
+    assert type(router) is original and not report.routers
+    assert len(report.replaced) == BY_NAME[name].layers
+    with torch.no_grad():
+        want = outputs(model)
+        tmoe.replace_moe(model)
+        assert type(router) is not original
+        assert tmoe.replace_moe(model, routers=False).routers
+        torch.testing.assert_close(outputs(model), want)
+    with pytest.raises(TypeError, match="replace_moe: routers must be a bool"):
+        tmoe.replace_moe(model, routers=1)
+
+
 def test_a_pickle_loads_in_another_process(tmp_path):
     model = BY_NAME["mixtral"].build()
     tmoe.replace_moe(model)

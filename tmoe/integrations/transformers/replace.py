@@ -13,7 +13,11 @@ from .report import Report
 
 
 def replace_moe(
-    model: nn.Module, scheme: str | None = None, *, progress: bool | None = None
+    model: nn.Module,
+    scheme: str | None = None,
+    *,
+    routers: bool = True,
+    progress: bool | None = None,
 ) -> Report:
     """Run the MoE modules of `model` on tmoe, in place; no parameter is moved, copied or renamed.
 
@@ -36,6 +40,8 @@ def replace_moe(
     Args:
         model: usually a model of transformers, or any module with one inside.
         scheme: None or "bf16", the weights as loaded; or a name of `tmoe.formats.SCHEMES`.
+        routers: False leaves the routers to transformers. Called eagerly, without a CUDA graph or
+            `torch.compile`, one of ours takes the host longer to launch.
         progress: show a progress bar while quantising; None shows it on a terminal.
 
     Returns:
@@ -44,10 +50,11 @@ def replace_moe(
 
     Raises:
         ImportError: transformers is missing or has no experts interface.
-        TypeError: `model` is not a module, `scheme` is not a string.
+        TypeError: `model` is not a module, `scheme` is not a string, `routers` is not a bool.
         ValueError: `scheme` has no such name.
     """
     expect_type(model, nn.Module, "replace_moe", "model")
+    expect_type(routers, bool, "replace_moe", "routers")
     if scheme in NOT_QUANTIZED:
         scheme = None
     if scheme is not None:
@@ -56,7 +63,7 @@ def replace_moe(
     from .switch import switch_all  # imports transformers
 
     report = Report()
-    switch_all(model, report)
+    switch_all(model, report, routers)
     if scheme is not None:
         from .quantize_model import quantize_model
         from .save import prepare_saving

@@ -20,8 +20,8 @@ from .swap import class_of, original_class, swap_class, why_not_swap
 from .switch_routers import switch_routers
 
 
-def switch_all(model: nn.Module, report: Report) -> None:
-    """Switch what can be switched in `model` and fill `report`."""
+def switch_all(model: nn.Module, report: Report, routers: bool) -> None:
+    """Switch what can be switched in `model`, perhaps without its routers, and fill `report`."""
     fp8 = [module for module in model.modules() if is_fp8_experts(module)]
     fixed = {id(m.config) for m in fp8 if _why_not_switch_fp8(m) is not None}
     on_interface: list[ExpertsModule] = []
@@ -57,7 +57,7 @@ def switch_all(model: nn.Module, report: Report) -> None:
         outermost = not any(_is_inside(name, other) for other in unknown if other != name)
         if outermost and not any(_is_inside(inner, name) for inner in known):
             report.skipped[name] = reason
-    switch_routers(model, report)
+    switch_routers(model, report, routers)
 
 
 # What says where a module's weights are: transformers' decorator, or our adapters.

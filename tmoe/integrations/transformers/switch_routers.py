@@ -15,15 +15,17 @@ from .swap import class_of, swap_class, why_not_swap
 _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|Gate|Gating)$")
 
 
-def switch_routers(model: nn.Module, report: Report) -> None:
-    """Switch the routers of `model`, after its experts, and describe the layers in `report`."""
+def switch_routers(model: nn.Module, report: Report, wanted: bool) -> None:
+    """Switch the routers of `model`, after its experts, and describe the layers in `report`. Not
+    wanted: those that are on tmoe already are counted, and the others stay as they are."""
     blocks = {block_of(model, name) for name in report.replaced}
     for name, module in model.named_modules():
         cls, block = router_for(module), name.rpartition(".")[0]
         reason = None
         if cls is not None:
-            reason = _switch(module, cls)
-            if reason is None:
+            if wanted:
+                reason = _switch(module, cls)
+            if class_of(module) is cls:
                 report.add_router(name, module)
         elif name in report.replaced and getattr(module, "selects", False):
             report.add_router(name, module)
