@@ -179,7 +179,7 @@ def test_replace_moe_and_restore():
     assert report.replaced == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
     with torch.no_grad(), CountOps() as ops:
         model(torch.tensor([[3, 4, 5]], device=DEVICE))
-    assert dict(ops.calls) == {"quantized_experts": 2}
+    assert dict(ops.calls) == {"router": 2, "quantized_experts": 2}
     report.restore()
     assert model.config._experts_implementation == "grouped_mm"
 

@@ -14,11 +14,15 @@ from tmoe.activation import Activation
 from tmoe.ops import fused_experts, route
 from tmoe.routing import Routing
 
+from ..quantized import scheme_of
+
 
 class TmoeAriaExperts(AriaExperts):
     """Stored transposed, (E, H, 2I) and (E, I, H), in two modules that are not called here."""
 
     selects = True
+    weight_names = ("fc1.weight", "fc2.weight")
+    is_transposed = True  # quantised weights are not: `hold_quantized` says so on the instance
 
     def why_not(self: Any) -> str | None:
         if self.fc1.weight.is_meta or self.fc2.weight.is_meta:
@@ -30,14 +34,17 @@ class TmoeAriaExperts(AriaExperts):
     ) -> Tensor:
         """(T, H) and logits (T, E) to (T, H)."""
         gate_up_proj, down_proj = self.fc1.weight, self.fc2.weight
-        routing = Routing(gate_up_proj.shape[0], self.config.moe_topk, "Renormalize")
+        if self.is_transposed:
+            gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+        routing = Routing(down_proj.shape[0], self.config.moe_topk, "Renormalize")
         weights, ids = route(router_logits, routing)
         out = fused_experts(
             hidden_states.to(gate_up_proj.dtype),
-            gate_up_proj.transpose(1, 2),
-            down_proj.transpose(1, 2),
+            gate_up_proj,
+            down_proj,
             weights.to(router_logits.dtype),
             ids,
             activation=Activation.swiglu(),
+            **scheme_of(self).of_layer(),
         )
         return out.to(hidden_states.dtype)
