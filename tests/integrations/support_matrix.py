@@ -1,9 +1,10 @@
 """Write docs/support-matrix.md, from tests' results: python -m tests.integrations.support_matrix
 
 A test whose mark is ``@pytest.mark.column(name)`` and that has a row among its parameters (a
-`Family`, a `Wrapper`, or the name of one) makes one cell: "yes" if it passes, a note with its
-reason if it skips. Where several tests make one cell, all of them have to pass. To add a column:
-name it in `COLUMNS`, mark the test, run this module. It writes nothing while a test fails.
+`Family`, a `Wrapper`, the name of one, or the name of a scheme) makes one cell: "yes" if it passes,
+a note with its reason if it skips. Where several tests make one cell, all of them have to pass. To
+add a column: name it in `COLUMNS` (or `SCHEME_COLUMNS`), mark the test, run this module. It writes
+nothing while a test fails.
 
 The marked tests compare their result with the page whenever they run (`conftest.py`), so a page
 that lags behind fails the suite.
@@ -22,6 +23,8 @@ import transformers
 from tests.integrations.families import BY_NAME
 from tests.integrations.wrappers import WRAPPERS
 from tests.routing.case import PINNED
+from tmoe.checkpoints.write_formats import METHODS
+from tmoe.formats import SCHEMES
 from tmoe.integrations.transformers.families import LEFT_ALONE
 from tmoe.integrations.transformers.router_kinds import LEFT_ALONE as ROUTERS_LEFT_ALONE
 
@@ -39,15 +42,27 @@ COLUMNS = {
     "training": "gradients of all parameters, within twice the error of transformers' own",
     "save and load": "`save_pretrained` writes the same bytes before and after replacing",
     "restore": "`report.restore()` gives the model back, bit for bit",
+    "quantised": '`tmoe.replace_moe(model, "fp8_channel")`: the experts\' weights become what '
+    "`tmoe.quantize` makes of them, and all other weights stay",
+    "on disk": "`tmoe quantize` of its checkpoint, as transformers saves it, to fp8_channel; "
+    "`tmoe.from_pretrained` loads that, with the outputs of the model quantised in place, bit for bit",
+    "saved": "`save_pretrained` of the model quantised in place writes the files that "
+    "`tmoe quantize` writes",
+    "loaded": "`tmoe.from_pretrained` of a checkpoint whose linear layers, each expert's too, "
+    "compressed-tensors quantised to FP8 (MXFP4 for gpt-oss); the outputs are those of the model "
+    "with the weights that it stands for",
 }
-ROWS = [*sorted(BY_NAME), *sorted(wrapper.name for wrapper in WRAPPERS)]
+SCHEME_COLUMNS = ["quantised", *METHODS, "saved", "loaded"]
+ROWS = [*sorted(BY_NAME), *sorted(wrapper.name for wrapper in WRAPPERS), *SCHEMES]
 
 INTRO = """\
 # Which models run on tmoe
 
 Every Mixture-of-Experts family of transformers {version}, as a tiny random model in fp32. A cell
 is the result of a test; `python -m tests.integrations.support_matrix` runs them and writes this
-page.
+page. The tests are in `tests/integrations/`: `test_families.py`, `test_training.py`,
+`test_wrappers.py`, `test_quantized_families.py`, `test_quantize_model.py`,
+`test_save_quantized.py`, `test_from_pretrained.py` and `test_from_pretrained_fused.py`.
 
 """
 WRAPPED = """\
@@ -58,6 +73,22 @@ What contains one of the models above, such as a vision-language model, and wher
 for every MoE layer. The other columns are those of the model inside.
 
 """
+BY_SCHEME = """\
+
+## Schemes
+
+The ways of a scheme's weights into a model, each with one model of transformers:
+
+{formats}
+* **loaded**: from what compressed-tensors wrote; the experts compute what the scheme says.
+
+The other columns are those of the first table.
+
+"""
+FORMAT = (
+    "* **{name}**: `tmoe quantize` writes this format and `tmoe.from_pretrained` loads it, with the "
+    "outputs of the model quantised in place; where a cell is empty, the format can't say it."
+)
 ALONE = """\
 
 ## Left alone
@@ -79,7 +110,8 @@ def cell_of(item: pytest.Item) -> Cell | None:
     (column,) = mark.args
     rows = [_row(value) for value in item.callspec.params.values()]  # type: ignore[attr-defined]
     (row,) = (row for row in rows if row is not None)
-    assert column in COLUMNS, f"{item.nodeid}: {column!r} is not in COLUMNS"
+    columns = SCHEME_COLUMNS if row in SCHEMES else COLUMNS
+    assert column in columns, f"{item.nodeid}: {row} has no column {column!r}"
     return row, column
 
 
@@ -134,6 +166,8 @@ def page(cells: dict[Cell, set[str]]) -> str:
     lines += ["", *table(sorted(BY_NAME), columns, "model type")]
     used = [c for c in columns if any((w.name, c) in cells for w in WRAPPERS)]
     lines += [WRAPPED, *table(sorted(w.name for w in WRAPPERS), used, "model type")]
+    formats = "\n".join(FORMAT.format(name=method) for method in METHODS)
+    lines += [BY_SCHEME.format(formats=formats), *table(list(SCHEMES), SCHEME_COLUMNS, "scheme")]
     lines += ["", *(f"[{i}] {note}  " for i, note in enumerate(notes, 1))]
     lines += [ALONE.rstrip("\n")]
     lines += [f"| `{name}` | {why} |" for name, why in (LEFT_ALONE | ROUTERS_LEFT_ALONE).items()]
@@ -147,7 +181,7 @@ def read_page() -> dict[Cell, set[str]]:
     cells, columns = {}, []
     for line in text.splitlines():
         head, *rest = [word.strip() for word in line.strip("|").split("|")]
-        if head == "model type":
+        if head in ("model type", "scheme"):
             columns = rest
         elif (row := head.strip("`")) in ROWS and columns:
             for column, word in zip(columns, rest, strict=True):

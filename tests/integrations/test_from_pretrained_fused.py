@@ -18,9 +18,10 @@ from tests.checkpoints.writing import PREFIX, write
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import COMMON, DEVICE, outputs
 from tests.integrations.saved import save
-from tests.integrations.test_from_pretrained import BLOCKS, FP8, load, quantized
+from tests.integrations.test_from_pretrained import BLOCKS, load, quantized
 
 
+@pytest.mark.column("loaded")
 @pytest.mark.parametrize("name, make", [("gpt_oss", gpt_oss), ("llama4_text", fbgemm)])
 def test_fused(name, make, tmp_path):
     """gpt-oss: blocks and scales, rows and biases that alternate. Llama 4: stored transposed."""
@@ -105,33 +106,6 @@ def test_deepseek_v4(tmp_path):
     )
     model = load(folder, scheme="mxfp4_a16")
     assert len(quantized(model)) == 4
-    with torch.no_grad():
-        got, want = outputs(model), outputs(reference.to(DEVICE))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def test_llama4_expert_by_expert(tmp_path):
-    """llm-compressor takes Llama 4's fused tensors apart; the model's rules don't say so."""
-    reference = BY_NAME["llama4_text"].build().cpu()
-    reference.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    tensors = load_file(tmp_path / "model.safetensors")
-    for i in (0, 1):
-        prefix = f"model.layers.{i}.feed_forward.experts"
-        experts = reference.get_submodule(prefix)
-        gate_up, down = (tensors.pop(f"{prefix}.{n}_proj") for n in ("gate_up", "down"))
-        for e in range(8):
-            gate, up = gate_up[e].T.chunk(2)
-            weights = {"gate_proj": gate, "up_proj": up, "down_proj": down[e].T}
-            for name, w in weights.items():
-                parts = FP8.store(w.contiguous())
-                tensors |= {f"{prefix}.{e}.{name}.{k}": v for k, v in parts.items()}
-                weights[name] = FP8.truth(parts).T
-            experts.gate_up_proj.data[e] = torch.cat([weights["gate_proj"], weights["up_proj"]], 1)
-            experts.down_proj.data[e] = weights["down_proj"]
-    config["quantization_config"] = FP8.config
-    folder = write(tmp_path / "quantized", tensors, config)
-    model = load(folder, scheme="fp8_a16", model_class=type(reference))
     with torch.no_grad():
         got, want = outputs(model), outputs(reference.to(DEVICE))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
