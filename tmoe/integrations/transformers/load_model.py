@@ -73,6 +73,7 @@ def from_pretrained(
 
     from .checkpoint_loading import CheckpointLoading
     from .quantizer import LoadingConfig, register_method
+    from .replace import replace_moe
     from .save import prepare_saving
 
     expect_type(path, (str, os.PathLike), OP, "path")
@@ -109,6 +110,7 @@ def from_pretrained(
     checkpoint.close()
     _check(model, loading, info)
     _put_back(model, stated)
+    replace_moe(model)  # also what could not be replaced without its weights
     model._weight_conversions = loading.conversions
     prepare_saving(model)
     return model if device is None else model.to(device)  # buffers that no checkpoint has
