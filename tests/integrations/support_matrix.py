@@ -45,7 +45,8 @@ COLUMNS = {
     "quantised": '`tmoe.replace_moe(model, "fp8_channel")`: the experts\' weights become what '
     "`tmoe.quantize` makes of them, and all other weights stay",
     "on disk": "`tmoe quantize` of its checkpoint, as transformers saves it, to fp8_channel; "
-    "`tmoe.from_pretrained` loads that, with the outputs of the model quantised in place, bit for bit",
+    "`tmoe.from_pretrained` loads that, and the outputs are those of the model quantised in place, "
+    "bit for bit",
     "saved": "`save_pretrained` of the model quantised in place writes the files that "
     "`tmoe quantize` writes",
     "loaded": "`tmoe.from_pretrained` of a checkpoint whose linear layers, each expert's too, "
@@ -79,16 +80,13 @@ BY_SCHEME = """\
 
 The ways of a scheme's weights into a model, each with one model of transformers:
 
-{formats}
+* {formats}: `tmoe quantize` writes this format and `tmoe.from_pretrained` loads it,
+with the outputs of the model quantised in place; where a cell is empty, the format can't say it.
 * **loaded**: from what compressed-tensors wrote; the experts compute what the scheme says.
 
 The other columns are those of the first table.
 
 """
-FORMAT = (
-    "* **{name}**: `tmoe quantize` writes this format and `tmoe.from_pretrained` loads it, with the "
-    "outputs of the model quantised in place; where a cell is empty, the format can't say it."
-)
 ALONE = """\
 
 ## Left alone
@@ -166,7 +164,7 @@ def page(cells: dict[Cell, set[str]]) -> str:
     lines += ["", *table(sorted(BY_NAME), columns, "model type")]
     used = [c for c in columns if any((w.name, c) in cells for w in WRAPPERS)]
     lines += [WRAPPED, *table(sorted(w.name for w in WRAPPERS), used, "model type")]
-    formats = "\n".join(FORMAT.format(name=method) for method in METHODS)
+    formats = ", ".join(f"**{method}**" for method in METHODS)
     lines += [BY_SCHEME.format(formats=formats), *table(list(SCHEMES), SCHEME_COLUMNS, "scheme")]
     lines += ["", *(f"[{i}] {note}  " for i, note in enumerate(notes, 1))]
     lines += [ALONE.rstrip("\n")]

@@ -86,9 +86,7 @@ def test_a_part_of_the_model_too(tmp_path):
 
 # compressed-tensors has the reciprocal of the global scale, which rounds.
 ROUNDED = [("compressed-tensors", s) for s in ("nvfp4", "nvfp4_a16")]
-FORMATS = [
-    pytest.param(*pair, marks=pytest.mark.column(pair[0])) for pair in WRITTEN
-]  # fmt: skip
+FORMATS = [pytest.param(*pair, marks=pytest.mark.column(pair[0])) for pair in WRITTEN]
 
 
 @pytest.mark.parametrize(("method", "scheme"), FORMATS)
