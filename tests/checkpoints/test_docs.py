@@ -50,4 +50,4 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys):
     exec("\n".join(blocks), {})
     printed = capsys.readouterr().out
     assert "fp8: fp8_block weights, block inputs" in printed
-    assert "2 MoE modules run on tmoe" in printed and "QuantizedTensor(fp8_block" in printed
+    assert "2 MoE layers run on tmoe" in printed and "QuantizedTensor(fp8_block" in printed
