@@ -98,9 +98,9 @@ def compressed_tensors(
         )  # fmt: skip
 
     def config() -> dict[str, Any]:
+        _, quantization, format = library()
         from compressed_tensors.quantization import QuantizationConfig
 
-        _, quantization, format = library()
         whole = QuantizationConfig(
             config_groups={"group_0": quantization}, quantization_status="compressed",
             ignore=["lm_head"], format=format,

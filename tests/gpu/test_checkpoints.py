@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tmoe
-from tests.checkpoints.kinds import compressed_tensors, finegrained
+from tests.checkpoints.kinds import finegrained, modelopt, nvfp4, nvfp4_truth
 from tests.checkpoints.writing import PREFIX, matrices, stored, write
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import outputs
@@ -17,7 +17,7 @@ from tmoe.checkpoints import Checkpoint, read_experts
 
 pytestmark = pytest.mark.gpu
 BLOCKS = finegrained("deepseek-v3", "fp8_block")
-NVFP4 = compressed_tensors("NVFP4", "nvfp4", ("input_global_scale", True))
+NVFP4 = modelopt("NVFP4", nvfp4, nvfp4_truth, "nvfp4", ("input_scale", False))
 
 
 def test_memory(device, tmp_path):
