@@ -24,11 +24,6 @@ PER_LINEAR = [method for method in METHODS if method != "gpt-oss"]  # that one h
 LAYER = "model.layers.1.mlp.experts"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return save(qwen3_moe(), tmp_path_factory.mktemp("source"))
-
-
 def quantize(source: Path, out: Path, scheme: str, format: str | None = None):
     return quantize_checkpoint(source, out, scheme, format=format)
 

@@ -10,6 +10,7 @@ import torch
 import tmoe
 from tests.checkpoints.kinds import finegrained, modelopt, nvfp4, nvfp4_truth
 from tests.checkpoints.writing import PREFIX, matrices, stored, write
+from tests.gpu.waiting import no_waiting
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import outputs
 from tests.integrations.saved import save
@@ -58,11 +59,8 @@ def test_fp8_experts_never_wait(device):
     with torch.no_grad():
         want = experts(*arguments)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             got = experts(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(got, want)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -3,30 +3,19 @@ but what the documentation says."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
 import tmoe
 from tests.gpu.layers import GPT_OSS, MODELS, QWEN3, check_tokens, inputs, run, zipf
+from tests.gpu.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 E, K = QWEN3.shape.num_experts, QWEN3.shape.top_k
 RENORMALIZE = tmoe.Routing(E, K, "Renormalize")
 TOKENS = ("x", "topk_weights", "topk_ids")
-
-
-@contextmanager
-def no_waiting():
-    """Whatever waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def call(tensors: dict[str, Tensor], keywords: dict) -> Tensor:

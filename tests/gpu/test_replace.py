@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import tmoe
 from tests.checking import assert_matches
+from tests.gpu.waiting import no_waiting
 from tests.integrations.counting import CountOps
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import IDS
@@ -45,16 +45,6 @@ def test_same_model(name, tmp_path):
     if run.bf16 is not None:
         (ours, truth), (eager, eager_truth) = run.bf16, run.bf16_eager
         assert_matches(ours, truth.double(), truth + (eager - eager_truth))
-
-
-@contextmanager
-def no_waiting():
-    """Whatever waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(
