@@ -23,8 +23,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import tmoe
 from tmoe.bench.machine import machine_info
+from tmoe.demo.timing import median_ms
 
-EAGER_STEPS, REPLAYS = 30, 20
+EAGER_STEPS = 30
 
 
 def build(layers: int, device: torch.device) -> nn.Module:
@@ -50,21 +51,6 @@ def eager_ms(step: Callable[[], object]) -> float:
     return median(found[5:])
 
 
-def graph_ms(step: Callable[[], object]) -> float:
-    """Of a replay, among others."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / REPLAYS
-
-
 @torch.no_grad()
 def measure(layers: int, counts: list[int]) -> list[dict[str, Any]]:
     """A row for each number of tokens and way to run the experts."""
@@ -85,7 +71,7 @@ def measure(layers: int, counts: list[int]) -> list[dict[str, Any]]:
             else:
                 model.set_experts_implementation(name)
             row = {"tokens": count, "experts": name, "eager_ms": eager_ms(step)}
-            rows.append(row | {"graph_ms": graph_ms(step)})
+            rows.append(row | {"graph_ms": median_ms([step], device)})
         report.restore()
     return rows
 

@@ -14,7 +14,7 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.dispatch.conftest import forget
-from tests.dispatch.tuning import problem
+from tests.dispatch.tuning import pretend_times, problem
 from tests.reference import fused_experts_ref
 from tmoe import environment, registry
 from tmoe.dispatch import measure
@@ -31,16 +31,7 @@ pytestmark = pytest.mark.usefixtures("empty_store")
 @pytest.fixture
 def timed(monkeypatch):
     """Names of the backends that were timed; every run is run, and Triton is the fastest."""
-    names = []
-
-    def milliseconds(run, device_type):
-        run()
-        name = run.args[0].name
-        names.append(name)
-        return {"triton": 1.0, "torch": 2.0}[name]
-
-    monkeypatch.setattr(measure, "_milliseconds", milliseconds)
-    return names
+    return pretend_times(monkeypatch, {"triton": 1.0}, 2.0)
 
 
 def layer(device, tokens=5):

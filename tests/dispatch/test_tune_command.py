@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from tests.dispatch.conftest import forget
+from tests.dispatch.tuning import pretend_times
 from tmoe import tune as module
-from tmoe.backends.triton_tiles import tiles_name
 from tmoe.cli import app
 from tmoe.dispatch import measure
 from tmoe.dispatch.known import MODELS, Layer
@@ -32,21 +32,12 @@ def invoke(*args):
 @pytest.fixture
 def timed(monkeypatch):
     """What was timed: three tiles and two backends, of which `BEST` and Triton are the fastest."""
-    seen = []
-
-    def milliseconds(run, device_type):
-        run()
-        (backend,) = run.args
-        tuned = backend._tiles.tuned if backend.name == "triton" else {}
-        name = next(map(tiles_name, tuned.values()), backend.name)
-        seen.append(name)
-        return {BEST: 0.0413, "triton": 0.0525, "torch": 1.5}.get(name, 0.06)
+    seen = pretend_times(monkeypatch, {BEST: 0.0413, "triton": 0.0525, "torch": 1.5}, 0.06)
 
     def candidates(problem, way, device):
         tile = Tile(16, 16, 32, 4, 2)
         return [LayerTiles(tile, tile)], [LayerTiles(tile, Tile(16, 32, 32, 4, 2))]
 
-    monkeypatch.setattr(measure, "_milliseconds", milliseconds)
     monkeypatch.setattr("tmoe.backends.triton_backend.candidates", candidates)
     return seen
 

@@ -10,7 +10,7 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.dispatch.conftest import forget
-from tests.dispatch.tuning import BEST, LAYER_TILES, E, H, K, know, layer, problem
+from tests.dispatch.tuning import BEST, LAYER_TILES, E, H, K, know, layer, pretend_times, problem
 from tests.reference import fused_experts_ref, quantized
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.backends.triton_tiles import TABLE, tiles_name
@@ -26,18 +26,7 @@ pytestmark = pytest.mark.usefixtures("empty_store")
 @pytest.fixture
 def timed(monkeypatch):
     """The settings that were timed; all take 2 ms but `BEST`, which takes 1."""
-    seen = []
-
-    def milliseconds(run, device_type):
-        run()
-        (backend,) = run.args
-        tuned = [tiles_name(tiles) for tiles in backend._tiles.tuned.values()] if (
-            backend.name == "triton"
-        ) else []  # fmt: skip
-        seen.append(tuned[0] if tuned else backend.name)
-        return 1.0 if tuned == [BEST] else 2.0
-
-    monkeypatch.setattr(measure, "_milliseconds", milliseconds)
+    seen = pretend_times(monkeypatch, {BEST: 1.0}, 2.0)
     monkeypatch.setattr("tmoe.backends.triton_backend.candidates", some_candidates)
     return seen
 

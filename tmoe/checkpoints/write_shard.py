@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..whole_file import whole_file
 from .header import DTYPES, TensorInfo
 
 _NAMES = {dtype: name for name, (dtype, bits) in reversed(DTYPES.items()) if bits != 4}
@@ -44,7 +45,6 @@ class ShardWriter:
             metadata: kept in the file's header.
         """
         self.path, self._described = path, dict(described)
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._begin: dict[str, int] = {}
         self._missing = {name: math.prod(shape) for name, (_, shape) in described.items()}
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -61,30 +61,23 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._head = len(text).to_bytes(8, "little") + text
-        self.nbytes = end
+        self._size = len(self._head) + end
+        self._open = ExitStack()
 
     def __enter__(self) -> ShardWriter:
-        self._file = self._temporary.open("wb")
+        self._file = self._open.enter_context(whole_file(self.path))
+        self._open.push(self._expect_all)
         self._file.write(self._head)
-        self._file.truncate(len(self._head) + self.nbytes)
+        self._file.truncate(self._size)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            missing = [name for name, count in self._missing.items() if count]
-            assert not missing, f"{self.path.name}: not written: {missing[:8]}"
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if kind is None:
-            self._temporary.replace(self.path)
-        else:
-            self._temporary.unlink()
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
+
+    def _expect_all(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """An exception here keeps the file from taking its name."""
+        missing = [name for name, count in self._missing.items() if count]
+        assert error or not missing, f"{self.path.name}: not written: {missing[:8]}"
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
         """Write a tensor, which is what was described, or its slice `index` along the first

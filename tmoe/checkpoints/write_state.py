@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ..checks import expect
 from ..formats import ErrorSums
+from ..whole_file import UNFINISHED, whole_file
 from .json_files import read_json
 from .write_experts import Errors
 from .written import OP
@@ -42,7 +42,7 @@ class State:
                 )
             self.finished = known["finished"]
             for file in found:
-                if file.startswith(".") and file.endswith(".tmp"):
+                if file.startswith(".") and file.endswith(UNFINISHED):
                     (out / file).unlink()  # of a run that was killed
         elif found:
             raise ValueError(
@@ -88,13 +88,9 @@ def _words(job: dict[str, str], key: str, article: str = "this") -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file in one step: it is the old one or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a file that is the old one or the new one, never half of it."""
+    with whole_file(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def identity(files: list[Path]) -> str:

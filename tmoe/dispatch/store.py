@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+from ..whole_file import whole_file
 
 Times = dict[str, dict[str, float]]  # problem -> candidate -> milliseconds
 
@@ -101,15 +101,8 @@ class Store:
 
     def _replace(self, times: Times) -> None:
         content = {"machine": asdict(self._measured_on), "times": times}
-        handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".new")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self.path)
-        finally:
-            Path(name).unlink(missing_ok=True)  # left only where something failed
+        with whole_file(self.path) as file:
+            file.write(json.dumps(content, indent=1, sort_keys=True).encode())
 
 
 def _usable(times: Any) -> Times:

@@ -38,7 +38,8 @@ def fp8_experts_forward(
     Raises:
         NotImplementedError: the module computes something that tmoe doesn't, with the numbers.
     """
-    reason, activation = why_not_fp8(self), _activation(self)
+    activation = _activation(self)
+    reason = _why_not(self, activation)
     if reason is not None or activation is None:
         layer = f"{type(self).__name__}({self.num_experts} experts)"
         raise NotImplementedError(f"{layer}: {reason}; use experts_implementation='grouped_mm'")
@@ -61,7 +62,11 @@ def fp8_experts_forward(
 
 def why_not_fp8(experts: ExpertsModule) -> str | None:
     """Why tmoe can't run the module, or None. It looks at shapes and dtypes, at no value."""
-    if _activation(experts) is None:
+    return _why_not(experts, _activation(experts))
+
+
+def _why_not(experts: ExpertsModule, activation: Activation | None) -> str | None:
+    if activation is None:
         return f"tmoe doesn't have the activation of {_words(experts)}"
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     block, static = experts.block_size, experts.activation_scheme == "static"
