@@ -87,6 +87,9 @@ def test_same_answer(case, changes, dtype):
     with default_dtype(dtype):
         config = case.config(changes)
         router, routing = case.build(config), Routing.from_transformers(config)
+        for name, buffer in router.named_buffers():
+            if name.endswith("bias"):
+                buffer.data = buffer.float()  # as every model has it, also in bf16
         bias, original = bias_for(case, routing), type(router)
         theirs, raw = run(case, router, bias, routing.num_logits)
         report = tmoe.replace_moe(router)
@@ -107,8 +110,11 @@ def test_same_answer(case, changes, dtype):
         if case is HASH:
             clear[:] = True  # nothing is selected
         assert clear.any()
+        # Before 5.23 some rounded a logarithm, exponential, sum, quotient and two factors to bf16.
+        old = before("5.23") and theirs.weights.dtype == torch.bfloat16
+        bound = {"rtol": 6 * ERROR_BF16, "atol": 0.0} if old else {}
         for mine, other in zip(by_id(ours), by_id(theirs), strict=True):
-            torch.testing.assert_close(mine[clear], other[clear])
+            torch.testing.assert_close(mine[clear], other[clear], **bound)
 
         report.restore()
         assert type(router) is original

@@ -6,6 +6,7 @@ Each function here stands in a subclass of a router of transformers (`routers.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import count
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from .router_kinds import Kind
 
 RouterModule = Any  # an nn.Module with a `tmoe_kind` and a `tmoe_original`
 Answer = tuple[Tensor, ...]
+Recipe = Callable[[Fields], Routing]
 
 # What a config calls the numbers that a router holds under another name.
 _CONFIG_NAMES = {
@@ -47,7 +49,7 @@ def routing_of(module: RouterModule, kind: Kind) -> Routing:
     for name in kind.numbers:
         value = getattr(module, name)
         values.append(type(value).__name__ if name == "score_fn" else value)
-    return getattr(_routings, _name_of_routing(kind, tuple(values)))
+    return getattr(_routings, _name_of_routing(kind.recipe, kind.numbers, tuple(values)))
 
 
 class _Routings:
@@ -59,15 +61,16 @@ _numbers = count()
 
 
 @torch.compiler.assume_constant_result
-def _name_of_routing(kind: Kind, values: tuple[Any, ...]) -> str:
-    """A function of constants, which torch.compile takes as one since it can't trace it."""
-    return _made(kind, values)
+def _name_of_routing(recipe: Recipe, numbers: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    """A function of constants, which torch.compile takes as one since it can't trace it. (A `Kind`
+    is none to torch 2.11.)"""
+    return _made(recipe, numbers, values)
 
 
 @cache
-def _made(kind: Kind, values: tuple[Any, ...]) -> str:
+def _made(recipe: Recipe, numbers: tuple[str, ...], values: tuple[Any, ...]) -> str:
     num_experts, top_k, *rest = values
-    names = (_CONFIG_NAMES.get(name, name) for name in kind.numbers)
+    names = (_CONFIG_NAMES.get(name, name) for name in numbers)
     config = SimpleNamespace(
         num_experts=num_experts, num_experts_per_tok=top_k, **dict(zip(names, rest, strict=True))
     )
@@ -76,7 +79,7 @@ def _made(kind: Kind, values: tuple[Any, ...]) -> str:
         config.scoring_func = functions.get(config.scoring_func, config.scoring_func)
     config.ffn_config = config  # where DBRX has these numbers
     name = f"number_{next(_numbers)}"
-    setattr(_routings, name, kind.recipe(Fields(config)))
+    setattr(_routings, name, recipe(Fields(config)))
     return name
 
 
