@@ -39,6 +39,7 @@ ROOMS = {
     "integrations": (*WORDS, "progress", "arguments", "ops", "nn", "checkpoints"),
     "doctor": ("*",),
     "demo": ("*",),
+    "parallel": ("*", "demo"),
     "tune": ("*", "demo"),
     "bench": ("*", "doctor", "demo", "tune"),
     "cli": ("*", "doctor", "demo", "tune", "bench"),
