@@ -17,7 +17,14 @@ from torch.autograd.function import once_differentiable
 from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
 from ..dispatch.backend import NO_SCALES
-from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from ..dispatch.problem import (
+    ExpertsSpec,
+    Problem,
+    Routed,
+    RouteInputs,
+    StaticScales,
+    result_dtype,
+)
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
@@ -126,7 +133,7 @@ class TorchBackend:
         y = x.new_zeros(x.shape, dtype=wide)
         for slot in slots.unbind(1):  # torch.sum would be free to choose another order
             y = y + slot
-        return y.to(x.dtype) if out is None else out.copy_(y)
+        return y.to(result_dtype(x, spec.wide)) if out is None else out.copy_(y)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,14 @@ from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
 
 from ..dispatch.backend import NO_SCALES
-from ..dispatch.problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from ..dispatch.problem import (
+    ExpertsSpec,
+    Problem,
+    Routed,
+    RouteInputs,
+    StaticScales,
+    result_dtype,
+)
 from ..dispatch.tuned import Run, Variants
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
@@ -213,7 +220,9 @@ class TritonBackend:
         grouped_gemm(
             rows, hidden, down_proj, order, tiles.down, bias=down_bias, row_weight=on_output
         )
-        return combine(rows, order.slot_to_row, x.new_empty(T, H) if out is None else out)
+        if out is None:
+            out = x.new_empty(T, H, dtype=result_dtype(x, spec.wide))
+        return combine(rows, order.slot_to_row, out)
 
 
 def _with_whole_rows(matrix: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
 from ..checks import expect
-from ..dispatch.problem import ExpertsSpec, Problem, StaticScales
+from ..dispatch.problem import ExpertsSpec, Problem, StaticScales, result_dtype
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
 from ..formats.format import FLOAT32
@@ -136,7 +136,9 @@ def quantized_experts(
         scales=_scales(down_proj, a),
         bias=down_bias, row_weight=None if spec.weight_on_input else weights,
     )  # fmt: skip
-    return combine(y, order.slot_to_row, x.new_empty(T, H) if out is None else out)
+    if out is None:
+        out = x.new_empty(T, H, dtype=result_dtype(x, spec.wide))
+    return combine(y, order.slot_to_row, out)
 
 
 def quantized_grouped_gemm(

@@ -51,6 +51,7 @@ class ExpertsSpec:
     first_expert: int = 0  # global id of the first expert in the weights
     num_experts: int = 0  # global count
     scheme: str | None = None  # number formats of weights and inputs; None: not quantised
+    wide: bool = False  # the result is float32, a partial sum that isn't rounded yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,11 @@ def _machine(device: torch.device) -> Machine:
     )  # fmt: skip
 
 
+def result_dtype(x: Tensor, wide: bool) -> torch.dtype:
+    """The dtype of what `fused_experts` returns for x."""
+    return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+
+
 def token_bucket(num_tokens: int) -> int:
     """The next power of two: all that a decision may know of the number of tokens."""
     return 1 << max(num_tokens - 1, 0).bit_length()
@@ -125,6 +131,7 @@ class Problem:
     scheme: str | None = None
     has_static_scales: bool = False  # of both projections' inputs
     window: tuple[int, int] | None = None  # first and number of the local experts; None: all
+    wide: bool = False  # a 16-bit input has its partial sum in float32
     prepared: tuple[str, ...] = ()  # backends that have these weights in their own layout
     needs_grad: bool = False
     deterministic: bool = False
@@ -156,7 +163,7 @@ class Problem:
         parts += [f"{self.window[1]} local"] if self.window else []  # the same on every rank
         flags = (
             "has_bias", "weight_on_input", "has_static_scales",
-            "needs_grad", "deterministic", "batch_invariant",
+            "wide", "needs_grad", "deterministic", "batch_invariant",
         )  # fmt: skip
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

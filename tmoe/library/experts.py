@@ -12,7 +12,7 @@ from ..checks import expect
 from ..dispatch import prepared
 from ..dispatch.backend import Backend
 from ..dispatch.prepared import ExpertWeights
-from ..dispatch.problem import ExpertsSpec, StaticScales, token_bucket
+from ..dispatch.problem import ExpertsSpec, StaticScales, result_dtype, token_bucket
 from ..formats import QuantizedTensor
 from ..formats.format import FORMATS
 from .operation import Facts, Operation
@@ -57,7 +57,7 @@ Operation(
 
 def _experts_facts(*arguments: Any) -> Facts:
     x, gate_up, down_proj, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    name, alpha, limit, interleaved, weight_on_input, first, num_experts = rest
+    name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide = rest
     activation = _activation(name, alpha, limit)
     (T, K), (local, H, I) = topk_ids.shape, down_proj.shape
     return Facts(
@@ -72,6 +72,7 @@ def _experts_facts(*arguments: Any) -> Facts:
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
         window=None if local == num_experts else (first, local),
+        wide=wide,
         prepared=()
         if prepared.is_empty()
         else prepared.backends_of(
@@ -87,11 +88,16 @@ def _plain_weights(*arguments: Any) -> ExpertWeights:
 
 
 def _experts(backend: Backend, *rest: Any) -> Tensor:
-    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, out = rest
+    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide, out = rest
     activation = _activation(name, alpha, limit)
-    spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts)
+    spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts, wide=wide)
     y: Tensor = backend.fused_experts(*tensors, spec, out)  # type: ignore[call-arg]
     return y
+
+
+def _fake_experts(x: Tensor, *rest: Any) -> Tensor:
+    *_, wide, _ = rest
+    return x.new_empty(x.shape, dtype=result_dtype(x, wide))
 
 
 _activation = cache(Activation)
@@ -100,11 +106,11 @@ Operation(
     "fused_experts",
     "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, "
-    "bool interleaved, bool weight_on_input, int first_expert, int num_experts",
+    "bool interleaved, bool weight_on_input, int first_expert, int num_experts, bool wide",
     "Tensor",
     facts=_experts_facts,
     compute=_experts,
-    fake=lambda x, *rest: x.new_empty(x.shape),
+    fake=_fake_experts,
     differentiable=(0, 1, 2, 3, 5, 6),
     prepare=partial(prepare_weights, _plain_weights, _experts),
     release=lambda backend, *arguments: prepared.keep_only(backend, _plain_weights(*arguments)),
@@ -146,7 +152,7 @@ Operation(
 def _quantized_facts(*arguments: Any) -> Facts:
     x, gate_up, down, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
     input_scale, hidden_scale, scheme, format, _, name, alpha, limit, interleaved, *rest = rest
-    weight_on_input, first, num_experts = rest
+    weight_on_input, first, num_experts, wide = rest
     (T, K), (local, H, columns) = topk_ids.shape, down[0].shape
     activation = _activation(name, alpha, limit)
     return Facts(
@@ -163,6 +169,7 @@ def _quantized_facts(*arguments: Any) -> Facts:
         scheme=scheme,
         has_static_scales=input_scale is not None and hidden_scale is not None,
         window=None if local == num_experts else (first, local),
+        wide=wide,
         prepared=()
         if prepared.is_empty()
         else prepared.backends_of(
@@ -193,9 +200,11 @@ def _quantized_weights(*arguments: Any) -> ExpertWeights:
 def _quantized(backend: Backend, *arguments: Any) -> Tensor:
     x, gate_up, down, topk_weights, topk_ids, gate_up_bias, down_bias, *rest = arguments
     input_scale, hidden_scale, scheme, format, block, name, alpha, limit, *rest = rest
-    interleaved, weight_on_input, first_expert, num_experts, out = rest
+    interleaved, weight_on_input, first_expert, num_experts, wide, out = rest
     activation = _activation(name, alpha, limit)
-    spec = ExpertsSpec(activation, interleaved, weight_on_input, first_expert, num_experts, scheme)
+    spec = ExpertsSpec(
+        activation, interleaved, weight_on_input, first_expert, num_experts, scheme, wide
+    )
     return backend.fused_experts(
         x,
         _weight(gate_up, format, block, x),
@@ -231,11 +240,11 @@ Operation(
     "Tensor x, Tensor[] gate_up, Tensor[] down, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor? input_scale, Tensor? hidden_scale, "
     "str scheme, str weight_format, int weight_block, str activation, float alpha, float limit, "
-    "bool interleaved, bool weight_on_input, int first_expert, int num_experts",
+    "bool interleaved, bool weight_on_input, int first_expert, int num_experts, bool wide",
     "Tensor",
     facts=_quantized_facts,
     compute=_quantized,
-    fake=lambda x, *rest: x.new_empty(x.shape),
+    fake=_fake_experts,
     differentiable=(0, 3, 5, 6),  # no backend has their gradients; asking for them is refused
     prepare=partial(prepare_weights, _quantized_weights, _quantized),
     release=lambda backend, *arguments: prepared.keep_only(backend, _quantized_weights(*arguments)),

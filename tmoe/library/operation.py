@@ -52,6 +52,7 @@ class Facts(NamedTuple):
     weight_on_input: bool = False
     has_static_scales: bool = False
     window: tuple[int, int] | None = None
+    wide: bool = False
     prepared: tuple[str, ...] = ()
 
 

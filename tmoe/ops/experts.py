@@ -121,6 +121,7 @@ def fused_experts(
     num_experts: int | None = None,
     input_scale: Tensor | None = None,
     hidden_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Send each token through its K experts: ``y[t] = Σ_k w[t,k] · expert[ids[t,k]](x[t])``.
@@ -146,12 +147,14 @@ def fused_experts(
         input_scale, hidden_scale: static scales of the inputs of the two projections, one number or
             (E,), of the schemes fp8_tensor (a scale) and nvfp4 (a global scale); without one it is
             computed from the rows that reach an expert.
+        out_dtype: None or x's dtype; or float32: a partial sum that other ranks' are added to, not
+            rounded before.
         out: x's shape, contiguous, written instead of a new tensor; not while gradients are needed.
 
     Every tensor may have any strides: a transposed storage is passed as its ``.transpose(1, 2)``.
 
     Returns:
-        x's shape and dtype (autocast's, while that is on: x, weights and biases are then cast as
+        x's shape and `out_dtype` (autocast's, while that is on: x, weights, biases are then cast as
         `torch.nn.functional.linear` casts its own). Ids of experts that aren't here, -1 and ids
         past num_experts contribute nothing and never raise, so on one rank of many this is its
         partial sum. The sum over K is taken in float32, in the order of k, and rounded once.
@@ -209,6 +212,10 @@ def fused_experts(
         input_scale=input_scale,
         hidden_scale=hidden_scale,
     )
+    wide = out_dtype is not None and out_dtype != x.dtype
+    if wide and (out_dtype != torch.float32 or x.dtype == torch.float64):
+        wanted = f"None, x's {x.dtype}, or torch.float32 for 16 bits"
+        expect(False, op, "out_dtype", wanted, out_dtype)
     rows_of_x = x if x.ndim == 2 else x.reshape(-1, H)
     tail = (topk_weights, topk_ids, gate_up_bias, down_bias)
     spec = (
@@ -219,6 +226,7 @@ def fused_experts(
         weight_on_input,
         first_expert,
         num_experts,
+        wide,
     )
     if quantized:
         assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
@@ -237,6 +245,7 @@ def fused_experts(
     if out is None:
         y = run.default(*arguments, needed)
         return y if x.ndim == 2 else y.reshape(x.shape)
+    expect(not wide, op, "out_dtype", "None where out is given", out_dtype)
     inputs = (*parts[0], *parts[1]) if quantized else weights
     expect_out(op, out, x.shape, {"x": x}, *inputs, *tail)
     run_out.default(out.view(-1, H), *arguments)

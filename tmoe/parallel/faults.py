@@ -1,0 +1,102 @@
+"""What is said when ranks don't fit each other, or one of them is gone.
+
+`agree` compares what each rank is about to do, before any tensor is sent: through the store that
+the process group was started with, which waits with a time-out and knows who has answered, whereas
+a collective that meets another one hangs or adds up the wrong numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+ANSWER = timedelta(seconds=5)  # for who is still there to say so, once something has failed
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks of one group were about to do different things; the message has both."""
+
+
+class RankLostError(RuntimeError):
+    """A rank of the group did not take part, in time or at all; the message names it."""
+
+
+def agree(
+    handle: Any, ranks: Sequence[int], rank: int, number: str, what: str, mine: Mapping[str, Any]
+) -> None:
+    """Return once all ranks of the group say the same; `number`: the same on all ranks, and new.
+
+    Raises:
+        RankMismatchError: what is different, and on which ranks.
+        RankLostError: who did not say anything within the group's time-out.
+    """
+    store = _store(handle)
+    prefix = f"tmoe/{number}"
+    store.set(f"{prefix}/{rank}", json.dumps(mine))
+    absent = _absent(store, prefix, len(ranks), time_out(handle))
+    if absent:
+        others = ", ".join(str(ranks[other]) for other in absent)
+        raise RankLostError(
+            f"tmoe.parallel: rank {ranks[rank]} is about to run {what} ({_words(mine)}); rank "
+            f"{others} didn't come to it within {time_out(handle)}"
+        )
+    said = [json.loads(store.get(f"{prefix}/{other}")) for other in range(len(ranks))]
+    differs = differences(ranks, said)
+    if differs:
+        raise RankMismatchError(f"tmoe.parallel: {what}: {differs}")
+
+
+def differences(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> str:
+    """What differs between ranks, field by field: "top_k is 2 on rank 0, 1 and 4 on rank 2"."""
+    found = []
+    for field in dict.fromkeys(name for one in said for name in one):
+        holders: dict[str, list[str]] = {}
+        for rank, one in zip(ranks, said, strict=True):
+            holders.setdefault(json.dumps(one.get(field)), []).append(str(rank))
+        if len(holders) > 1:
+            each = (f"{value} on rank {', '.join(on)}" for value, on in holders.items())
+            found.append(f"{field} is {' and '.join(each)}")
+    return "; ".join(found)
+
+
+def who_is_gone(handle: Any, ranks: Sequence[int], rank: int) -> str:
+    """After a failure: every rank that is still there says so, and the others are named."""
+    try:
+        store = _store(handle)
+        store.set(f"tmoe/there/{rank}", "")
+        absent = _absent(store, "tmoe/there", len(ranks), min(ANSWER, time_out(handle)))
+    except RuntimeError as error:
+        return f"and the store that ranks meet in can't be reached ({error})"
+    if not absent:
+        return "every rank is still there, so they may be at different calls"
+    return f"rank {', '.join(str(ranks[other]) for other in absent)} is gone or elsewhere"
+
+
+def time_out(handle: Any) -> timedelta:
+    """The group's."""
+    for kind in handle._device_types:
+        options = getattr(handle._get_backend(kind), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.default_pg_timeout
+
+
+def _absent(store: Any, prefix: str, count: int, wait: timedelta) -> list[int]:
+    keys = [f"{prefix}/{other}" for other in range(count)]
+    try:
+        store.wait(keys, wait)
+    except RuntimeError:
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _store(handle: Any) -> Any:
+    return handle.get_group_store()
+
+
+def _words(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())

@@ -1,0 +1,165 @@
+"""`Group`: ranks that talk to each other, and the collectives that the exchanges are made of.
+
+Every collective takes the step's name, so that a failure says what was under way and, where that
+can be found out, who is gone. Groups of one rank communicate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .faults import RankLostError, who_is_gone
+
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A process group as this rank sees it.
+
+    Attributes:
+        handle: torch's; None for one rank alone.
+        ranks: the global ranks, in the group's order.
+        rank: this rank's place among them.
+    """
+
+    handle: Any
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, handle: Any) -> Group:
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        return cls(handle if len(ranks) > 1 else None, ranks, dist.get_rank(handle))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def backend(self) -> str:
+        """torch's name of the library that carries the bytes."""
+        return "none" if self.handle is None else str(dist.get_backend(self.handle))
+
+    def __str__(self) -> str:
+        return f"ranks {', '.join(map(str, self.ranks))} ({self.backend})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a copy of a layer talks to the same ranks
+
+
+@dataclass
+class Pending:
+    """A collective under way. `wait` before its result is read."""
+
+    group: Group
+    step: str
+    work: Any = None
+
+    def wait(self) -> None:
+        """On a GPU this makes the stream wait, not the host."""
+        work, self.work = self.work, None
+        if work is not None:
+            with _naming(self.group, self.step):
+                work.wait()
+
+
+@contextmanager
+def _naming(group: Group, step: str) -> Iterator[None]:
+    """Say of torch's errors which step failed and who did not take part in it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, RankLostError):
+            raise
+        raise RankLostError(
+            f"tmoe.parallel: {step} of {group} failed on rank {group.ranks[group.rank]}: "
+            f"{who_is_gone(group.handle, group.ranks, group.rank)}\n{error}"
+        ) from error
+
+
+def all_gather(x: Tensor, group: Group, step: str, pending: Pending | None = None) -> Tensor:
+    """(n, ...) of each rank -> (size · n, ...). With `pending` it is only begun."""
+    if group.handle is None:
+        return x
+    out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    if x.numel() > 0:
+        with _naming(group, step):
+            work = _all_gather(
+                out, x.contiguous(), group=group.handle, async_op=pending is not None
+            )
+        if pending is not None:
+            pending.work = work
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Group, step: str) -> Tensor:
+    """(size · n, ...) of each rank -> the sums of this rank's (n, ...)."""
+    if group.handle is None:
+        return x
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    if x.numel() > 0:
+        with _naming(group, step):
+            _reduce_scatter(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def all_reduce(x: Tensor, group: Group, step: str, pending: Pending | None = None) -> Tensor:
+    """The sum over ranks, in place."""
+    if group.handle is not None and x.numel() > 0:
+        with _naming(group, step):
+            work = dist.all_reduce(x, group=group.handle, async_op=pending is not None)
+        if pending is not None:
+            pending.work = work
+    return x
+
+
+def all_to_all(
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
+    step: str,
+    pending: Pending | None = None,
+) -> Tensor:
+    """Rows for rank 0, then those for rank 1, ... -> the rows from rank 0, from rank 1, ..."""
+    if group.handle is None:
+        return x
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    with _naming(group, step):
+        work = dist.all_to_all_single(
+            out, x.contiguous(), list(receive), list(send), group=group.handle,
+            async_op=pending is not None,
+        )  # fmt: skip
+    if pending is not None:
+        pending.work = work
+    return out
+
+
+def group_of(ranks: Sequence[int], like: Any) -> Any:
+    """A process group of these ranks, with the time-out of `like`; made once per process."""
+    world = dist.group.WORLD
+    key = (world, tuple(ranks))
+    if key not in _made:
+        device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
+        options = getattr(like._get_backend(device), "options", None)
+        _made[key] = dist.new_group(
+            list(ranks),
+            timeout=getattr(options, "_timeout", None),
+            backend=dist.get_backend_config(like) if hasattr(dist, "get_backend_config") else None,
+            use_local_synchronization=True,
+        )
+    return _made[key]
+
+
+_made: dict[tuple[Any, tuple[int, ...]], Any] = {}

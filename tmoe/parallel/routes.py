@@ -1,0 +1,65 @@
+"""Routes: from the experts that tokens chose to slots and the ranks that have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A `Placement` as tensors on a device, int64."""
+
+    slots: Tensor  # (E, R) the slots of each expert, R the most replicas; the rest repeats them
+    replicas: Tensor  # (E,)
+    ranks: Tensor  # (num_slots,) the rank of each slot
+
+
+@lru_cache(maxsize=256)
+def tables(placement: Placement, device: torch.device) -> Tables:
+    """Made once; later calls copy nothing to the device."""
+    most = max(map(len, placement.expert_slots))
+    rows = [(slots * most)[:most] for slots in placement.expert_slots]
+    counts = list(map(len, placement.expert_slots))
+
+    def tensor(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Tables(tensor(rows), tensor(counts), tensor(placement.slot_ranks))
+
+
+def slots_of(topk_ids: Tensor, placement: Placement, turn: Tensor) -> Tensor:
+    """(T, K) experts -> (T, K) slots; -1 for -1 and for ids that no expert has.
+
+    Of an expert with replicas, tokens take them in turn: token t the one with the number
+    ``turn[t]`` modulo their count.
+    """
+    if placement.in_order:
+        known = (topk_ids >= 0) & (topk_ids < placement.num_experts)
+        return topk_ids.masked_fill(~known, -1)
+    known = (topk_ids >= 0) & (topk_ids < placement.num_experts)
+    ids = topk_ids.long().masked_fill(~known, 0)
+    table = tables(placement, topk_ids.device)
+    if not placement.has_replicas:
+        slots = table.slots[:, 0][ids]
+    else:
+        slots = table.slots[ids, turn[:, None] % table.replicas[ids]]
+    return slots.masked_fill(~known, -1).to(topk_ids.dtype)
+
+
+def ranks_of(slots: Tensor, placement: Placement) -> Tensor:
+    """The rank of each slot, int64; -1 of -1."""
+    ranks = tables(placement, slots.device).ranks[slots.long().clamp(min=0)]
+    return ranks.masked_fill(slots < 0, -1)
+
+
+def visits(ranks: Tensor, num_ranks: int) -> Tensor:
+    """(T, K) ranks -> (T, P) bool: whether a token has an expert on that rank. It goes there once,
+    whatever the number of its experts there."""
+    to = torch.arange(num_ranks, device=ranks.device)
+    return (ranks[:, :, None] == to).any(1)
