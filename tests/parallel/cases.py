@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
 from tests.checking import assert_matches
+from tmoe.bench.reference import quantized_experts_ref
+from tmoe.formats import SCHEMES
 from tmoe.parallel import Placement, fixed_tokens, parallelize
 
 
@@ -39,8 +41,16 @@ class Case:
     fixed: Any = False  # or the capacity
     backend: str | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
+    scheme: str | None = None
+    of_experts: bool = False  # static scales, one for each expert
     all_to: int | None = None  # every token goes to this expert
     grads: bool = True
+
+    @property
+    def hidden_scales_differ(self) -> bool:
+        """Whether a part of a hidden row has another scale than the whole row."""
+        return self.tp is not None and self.scheme == "fp8_channel"
 
     @property
     def size(self) -> int:
@@ -53,11 +63,15 @@ class Case:
 _meshes: dict[Any, Any] = {}
 
 
+def device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def mesh_of(case: Case) -> Any:
     """Made once: every mesh makes process groups."""
     key = (case.mesh, case.dims)
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.dims)
+        _meshes[key] = init_device_mesh(device().type, case.mesh, mesh_dim_names=case.dims)
     return _meshes[key]
 
 
@@ -67,7 +81,41 @@ def make_layer(case: Case) -> tmoe.MoE:
     layer = tmoe.MoE(case.hidden, case.intermediate, routing, **case.layer)
     for p in layer.parameters():  # so that every factor shows
         p.data.mul_(3)
-    return layer.to(case.dtype)
+    return layer.to(device(), case.dtype)
+
+
+def make_whole(case: Case) -> tmoe.MoE:
+    """Quantised if the case says so; with static scales where a scheme takes them."""
+    layer = make_layer(case)
+    if case.scheme is None:
+        return layer
+    scales = {}
+    if SCHEMES[case.scheme].takes_scales:
+        most = 6 * 448 if case.scheme == "nvfp4" else 448
+        scales = {"input_scale": torch.tensor(5 / most), "hidden_scale": torch.tensor(20 / most)}
+        if case.of_experts:
+            scales["input_scale"] = torch.linspace(0.5, 1.5, case.experts) * 5 / most
+    layer.requires_grad_(False)
+    return tmoe.MoE.quantized(layer, case.scheme, **scales)
+
+
+def true_output(case: Case, whole: tmoe.MoE, x: Tensor, ids: Tensor | None) -> Tensor:
+    """In float64."""
+    if case.scheme is None:
+        return copy.deepcopy(whole).double()(x.double(), ids)
+    _, weights, ids = whole.gate(x, ids)
+    experts = whole.experts
+    return quantized_experts_ref(
+        x,
+        experts.gate_up_proj.dequantize(),
+        experts.down_proj.dequantize(),
+        weights,
+        ids.long(),
+        # Scales of parts of a row aren't a row's: then nearness to unrounded rows has to do.
+        "fp8_a16" if case.hidden_scales_differ else case.scheme,
+        input_scale=experts.input_scale,
+        hidden_scale=experts.hidden_scale,
+    )
 
 
 def spread(case: Case, layer: tmoe.MoE) -> tmoe.MoE:
@@ -80,12 +128,12 @@ def spread(case: Case, layer: tmoe.MoE) -> tmoe.MoE:
 
 def tokens_of(case: Case) -> list[Tensor]:
     torch.manual_seed(2)
-    return [torch.randn(n, case.hidden).to(case.dtype) for n in case.tokens]
+    return [torch.randn(n, case.hidden).to(device(), case.dtype) for n in case.tokens]
 
 
 def run(rank: int, case: Case) -> dict[str, Any]:
     """Compare a layer on this rank with the whole one; returns what only all ranks can judge."""
-    whole, layer = make_layer(case), spread(case, make_layer(case))
+    whole, layer = make_whole(case), spread(case, make_whole(case))
     owner = layer.experts.parallel.layout.owners.rank
     all_x, bounds = tokens_of(case), [0]
     for x in all_x:
@@ -99,11 +147,12 @@ def run(rank: int, case: Case) -> dict[str, Any]:
         ids[:, 1:] = (
             torch.arange(len(x_all))[:, None] + torch.arange(case.top_k - 1) + 1
         ) % case.experts
+        ids = ids.to(device())
 
     options = {"backend": case.backend, "deterministic": case.deterministic}
     with torch.set_grad_enabled(case.grads):
-        truth = copy.deepcopy(whole).double()(x_all.double(), ids)
-        with tmoe.options(**options, batch_invariant=case.backend == "triton"):
+        truth = None if case.of_experts else true_output(case, whole, x_all, ids)
+        with tmoe.options(**options, batch_invariant=case.batch_invariant):
             one = whole(x_all, ids)
             if case.fixed is False:
                 y = layer(x, None if ids is None else ids[mine])
@@ -111,11 +160,14 @@ def run(rank: int, case: Case) -> dict[str, Any]:
                 with fixed_tokens(None if case.fixed is True else case.fixed):
                     y = layer(x, None if ids is None else ids[mine])
     assert y.dtype == x.dtype and y.shape == x.shape
-    assert_matches(y.detach(), truth[mine].detach(), one[mine].detach())
+    if truth is not None:
+        assert_matches(y.detach(), truth[mine].detach(), one[mine].detach())
+    if not case.hidden_scales_differ:  # summation order is all that may differ
+        assert_matches(y.detach(), one[mine].detach().double(), one[mine].detach())
     same_bits = torch.equal(y, one[mine])
     if case.grads:
         torch.manual_seed(3)
-        dy = torch.randn(x_all.shape).to(case.dtype)
+        dy = torch.randn(x_all.shape).to(device(), case.dtype)
         whole_d = copy.deepcopy(whole).double()
         x_d = x_all.detach().double().requires_grad_()
         whole_d(x_d, ids).backward(dy.double())

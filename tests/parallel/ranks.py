@@ -1,6 +1,7 @@
-"""Processes that are the ranks of a gloo group: started once, given many functions to run.
+"""Processes that are the ranks of a group: started once, given many functions to run.
 
-They are forked from a server that has imported torch, so they start at once. A function runs on all
+On CPUs they talk through gloo, and are forked from a server that has imported torch, so they start
+at once. On GPUs, one for each, they talk through NCCL. A function runs on all
 ranks with the rank's number as first argument; results come back as a list.
 """
 
@@ -23,9 +24,10 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    def __init__(self, size: int, seconds: float = SECONDS) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parallel.ranks_main"])
+    def __init__(self, size: int, seconds: float = SECONDS, device: str = "cpu") -> None:
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        if device == "cpu":
+            context.set_forkserver_preload(["tests.parallel.ranks_main"])
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="tmoe-ranks-")
         store = os.path.join(self._folder.name, "store")
@@ -34,7 +36,7 @@ class Ranks:
 
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, store, timedelta(seconds=seconds))
+            arguments = (theirs, rank, size, store, timedelta(seconds=seconds), device)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -79,8 +81,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int, seconds: float = SECONDS) -> Iterator[Ranks]:
-    started = Ranks(size, seconds)
+def ranks(size: int, seconds: float = SECONDS, device: str = "cpu") -> Iterator[Ranks]:
+    started = Ranks(size, seconds, device)
     try:
         yield started
     finally:

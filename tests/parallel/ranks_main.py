@@ -6,9 +6,6 @@ import os
 from datetime import timedelta
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
@@ -28,14 +25,17 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(-(2**30)) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
-def serve(pipe: Any, rank: int, size: int, store: str, time_out: timedelta) -> None:
+def serve(pipe: Any, rank: int, size: int, store: str, time_out: timedelta, device: str) -> None:
     torch.set_num_threads(1)
     for name in ("empty", "empty_like", "empty_strided"):
         setattr(torch, name, _poisoning(getattr(torch, name), _poison))
     for name in ("new_empty", "new_empty_strided"):
         setattr(torch.Tensor, name, _poisoning(getattr(torch.Tensor, name), _poison))
+    if device == "cuda":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "nccl",
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,

@@ -7,6 +7,7 @@ import torch
 
 from tests.parallel.cases import Case, run
 from tests.parallel.ranks import ranks
+from tmoe.formats import SCHEMES
 
 TP = {"mesh": (2,), "dims": ("x",), "tp": "x"}
 EP = {"mesh": (2,), "dims": ("x",), "ep": "x"}
@@ -29,8 +30,14 @@ TWO = [
     Case("biases SH10", **TP, tokens=(5,), layer={"bias": True}),
     Case("biases, ep", **DPEP, tokens=(5, 2), layer={"bias": True}),
     Case("shared expert", **DPEP, tokens=(5, 2), layer={"shared_intermediate_size": 10}),
-    Case("shared expert, tp", **TP, tokens=(5,), layer={"shared_intermediate_size": 10, "shared_expert_gate": True}),
-    Case("interleaved, tp", **TP, tokens=(5,), layer={"interleaved": True, "bias": True, "activation": "swiglu_oai"}),
+    Case(
+        "shared expert, tp", **TP, tokens=(5,),
+        layer={"shared_intermediate_size": 10, "shared_expert_gate": True},
+    ),
+    Case(
+        "interleaved, tp", **TP, tokens=(5,),
+        layer={"interleaved": True, "bias": True, "activation": "swiglu_oai"},
+    ),
     Case("no gate, tp", **TP, tokens=(5,), layer={"activation": "relu2"}),
     Case("odd width SH05", **TP, tokens=(5,), intermediate=33),
     Case("weight on input", **DPEP, tokens=(5, 2), routing="Llama4", top_k=1),
@@ -69,10 +76,19 @@ def test_fixed(two, case, exchange):
 BITS = [
     Case("dp+ep", **DPEP, tokens=(5, 3), deterministic=True, top_k=4),
     Case("ep", **EP, tokens=(5,), deterministic=True, top_k=4),
-    Case("out of order", **DPEP, tokens=(5, 3), deterministic=True, placement=((5, 0, 3), (1, 2, 4))),
+    Case(
+        "out of order", **DPEP, tokens=(5, 3), deterministic=True,
+        placement=((5, 0, 3), (1, 2, 4)),
+    ),
     Case("bf16", **DPEP, tokens=(5, 3), deterministic=True, dtype=torch.bfloat16, top_k=4),
-    Case("triton", **DPEP, tokens=(5, 3), deterministic=True, top_k=3, backend="triton", grads=False),
-    Case("triton bf16", **DPEP, tokens=(5, 3), deterministic=True, top_k=3, backend="triton", grads=False, dtype=torch.bfloat16),
+    Case(
+        "triton", **DPEP, tokens=(5, 3), deterministic=True, top_k=3, backend="triton",
+        batch_invariant=True, grads=False,
+    ),
+    Case(
+        "triton bf16", **DPEP, tokens=(5, 3), deterministic=True, top_k=3, backend="triton",
+        batch_invariant=True, grads=False, dtype=torch.bfloat16,
+    ),
     Case("fixed", **DPEP, tokens=(5, 5), deterministic=True, fixed=True, top_k=4),
 ]  # fmt: skip
 
@@ -82,6 +98,29 @@ BITS = [
 def test_deterministic_is_bit_identical(two, case, exchange):
     for found in two.run(run, replace(case, exchange=exchange)):
         assert found["same_bits"]
+
+
+def quantized(scheme, **changes):
+    """Sizes of two blocks, uneven where a block may be cut short."""
+    I = {"fp8_block": 256, "nvfp4": 48, "nvfp4_a16": 48, "fp8_channel": 48}.get(scheme, 96)
+    about = {"hidden": 64, "intermediate": I, "experts": 5, "tokens": (4, 3), "backend": "triton"}
+    return Case(scheme, **({**DPEP, **about, "scheme": scheme, "grads": False} | changes))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_experts_of_two_ranks(two, scheme):
+    exchange = BOTH[list(SCHEMES).index(scheme) % 2]
+    two.run(run, quantized(scheme, exchange=exchange))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_width_of_two_ranks(two, scheme):
+    two.run(run, quantized(scheme, ep=None, dp=None, tp="x", tokens=(4,)))
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
+def test_static_scales_go_with_their_experts(two, scheme):
+    two.run(run, quantized(scheme, of_experts=True, placement=((4, 0), (1, 3, 2))))
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +136,23 @@ def four():
 
 
 THREE = [
-    Case("ep 3 of 7 experts", mesh=(3,), dims=("x",), ep="x", dp="x", tokens=(4, 0, 7), experts=7, top_k=3),
-    Case("tp 3 of width 13", mesh=(3,), dims=("x",), tp="x", tokens=(4,), intermediate=13, layer={"bias": True}),
+    Case(
+        "ep 3 of 7 experts", mesh=(3,), dims=("x",), ep="x", dp="x", tokens=(4, 0, 7),
+        experts=7, top_k=3,
+    ),
+    Case(
+        "tp 3 of width 13", mesh=(3,), dims=("x",), tp="x", tokens=(4,), intermediate=13,
+        layer={"bias": True},
+    ),
     Case("ep 3, same tokens", mesh=(3,), dims=("x",), ep="x", tokens=(4,), experts=7, top_k=3),
 ]  # fmt: skip
 GRID = {"mesh": (2, 2), "dims": ("a", "b")}
 FOUR = [
     Case("tp+ep", **GRID, tp="b", ep="a", tokens=(5,), layer={"bias": True}),
-    Case("dp+tp+ep", **GRID, tp="b", ep="a", dp="a", tokens=(5, 2), layer={"bias": True, "shared_intermediate_size": 10}),
+    Case(
+        "dp+tp+ep", **GRID, tp="b", ep="a", dp="a", tokens=(5, 2),
+        layer={"bias": True, "shared_intermediate_size": 10},
+    ),
     Case("ep over both, tokens along one", **GRID, ep=("a", "b"), dp="a", tokens=(5, 2)),
     Case("ep over both, one token", **GRID, ep=("a", "b"), dp="a", tokens=(1, 0)),
     Case("ep over both, own tokens", **GRID, ep=("a", "b"), dp=("a", "b"), tokens=(5, 2, 0, 4)),

@@ -67,7 +67,7 @@ class AllGather:
         rows = Rows(
             self.x,
             self.weights,
-            slots_of(self.ids, placement, self._turns()),
+            slots_of(self.ids, placement, self._turns),
             placement.first_slots[rank],
             placement.num_slots,
         )

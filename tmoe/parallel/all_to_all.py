@@ -15,6 +15,8 @@ overflow; with fewer, what doesn't fit is left out and counted.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,8 @@ class AllToAll:
         self.x = autograd.take_part(autograd.copy_to_all(x, layout.width), layout.shares)
         weights = autograd.copy_to_all(weights, layout.width)
         self.weights = autograd.take_part(weights, layout.shares)
-        turn = torch.arange(mine.start, mine.stop, device=x.device) + layout.experts.rank
+        rank = layout.experts.rank
+        turn = partial(torch.arange, mine.start + rank, mine.stop + rank, device=x.device)
         self.slots = slots_of(ids[mine], placement, turn)
         self.ranks = ranks_of(self.slots, placement)
         self.visits = visits(self.ranks, placement.num_ranks)

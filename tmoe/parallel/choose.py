@@ -78,7 +78,7 @@ class ExchangeDecision:
 
 def _gather_cost(p: ExchangeProblem) -> tuple[float, int, int]:
     row, sums = p.hidden * p.itemsize + 8 * p.top_k, p.hidden * p.wide * _per_row(p)
-    moved = (p.owners - 1) * p.tokens * (row + sums)
+    moved = float((p.owners - 1) * p.tokens * (row + sums))
     copies = p.shares * p.width
     moved += 2 * (copies - 1) / copies * p.tokens * sums
     return moved, 2 * (p.owners > 1) + (copies > 1), 2

@@ -85,13 +85,15 @@ class Layout:
             "shares": set(given["ep"]) - own,
             "copies": {*given["tp"], *given["ep"]} - own,
         }
-        groups = {
+        groups: dict[str, Any] = {
             part: _group(mesh, [n for n in names if n in dims]) for part, dims in parts.items()
         }
         everyone = groups["everyone"].ranks
         return cls(
-            *given.values(),
-            *groups.values(),
+            given["tp"],
+            given["ep"],
+            given["dp"],
+            **groups,
             owner_of=_owners(mesh, [n for n in names if n in own], everyone),
             experts_at=tuple(everyone.index(rank) for rank in groups["experts"].ranks),
         )

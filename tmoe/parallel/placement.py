@@ -130,7 +130,7 @@ class Placement:
     def has_replicas(self) -> bool:
         return self.num_slots > self.num_experts
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """Whether slots are the experts themselves: each once, rank by rank."""
         return self.slot_experts == tuple(range(self.num_experts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,29 +34,29 @@ def tables(placement: Placement, device: torch.device) -> Tables:
     return Tables(tensor(rows), tensor(counts), tensor(placement.slot_ranks))
 
 
-def slots_of(topk_ids: Tensor, placement: Placement, turn: Tensor) -> Tensor:
-    """(T, K) experts -> (T, K) slots; -1 for -1 and for ids that no expert has.
+def slots_of(topk_ids: Tensor, placement: Placement, turn: Callable[[], Tensor]) -> Tensor:
+    """(T, K) experts -> (T, K) slots; for -1 and ids that no expert has, what no slot has.
 
     Of an expert with replicas, tokens take them in turn: token t the one with the number
-    ``turn[t]`` modulo their count.
+    ``turn()[t]`` modulo their count.
     """
     if placement.in_order:
-        known = (topk_ids >= 0) & (topk_ids < placement.num_experts)
-        return topk_ids.masked_fill(~known, -1)
+        return topk_ids
     known = (topk_ids >= 0) & (topk_ids < placement.num_experts)
     ids = topk_ids.long().masked_fill(~known, 0)
     table = tables(placement, topk_ids.device)
     if not placement.has_replicas:
         slots = table.slots[:, 0][ids]
     else:
-        slots = table.slots[ids, turn[:, None] % table.replicas[ids]]
+        slots = table.slots[ids, turn()[:, None] % table.replicas[ids]]
     return slots.masked_fill(~known, -1).to(topk_ids.dtype)
 
 
 def ranks_of(slots: Tensor, placement: Placement) -> Tensor:
-    """The rank of each slot, int64; -1 of -1."""
-    ranks = tables(placement, slots.device).ranks[slots.long().clamp(min=0)]
-    return ranks.masked_fill(slots < 0, -1)
+    """The rank of each slot, int64; -1 of what is none."""
+    known = (slots >= 0) & (slots < placement.num_slots)
+    ranks = tables(placement, slots.device).ranks[slots.long().masked_fill(~known, 0)]
+    return ranks.masked_fill(~known, -1)
 
 
 def visits(ranks: Tensor, num_ranks: int) -> Tensor:

@@ -1,0 +1,240 @@
+"""An expert layer on several GPUs: `torchrun --nproc-per-node 2 -m bench.parallel --out FILE`.
+
+Every rank has T tokens of its own and its part of the experts (dp + ep). For each layer, scheme and
+T: the layer on one GPU with the tokens of all, the exchanges, this rank's experts alone on what an
+exchange brings them, and the exchange alone. From these:
+
+    scaling   time of one GPU with everybody's tokens / time of all GPUs together
+    share     of the time that isn't this rank's experts
+    overhead  time of a call less that of its experts, in microseconds
+
+Times are the GPU's own, of a CUDA graph of several calls with inputs of their own; every result is
+compared with one GPU's before it is timed. NVLink multicast is switched off. Another table has what
+NCCL alone takes for the bytes of the all-gather path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tmoe
+from tmoe.bench.machine import machine_info
+from tmoe.bench.shapes import SHAPES, routed_inputs
+from tmoe.parallel import fixed_tokens, parallelize
+from tmoe.parallel.local import Rows
+
+CALLS, ROUNDS = 8, 7
+EXCHANGES = ("all_gather", "all_to_all")
+Call = Callable[[], object]
+
+
+def graph_us(calls: list[Call], device: torch.device) -> float:
+    """Of a call, the median of several replays; the slowest rank's. On a CPU, of wall time."""
+    if device.type == "cpu":
+        return slowest([eager_us(call, device) for call in calls], device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog looks at events of its own meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # ranks begin together, whatever the barrier left
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize(device)
+        found.append(1e3 * start.elapsed_time(end) / len(calls))
+    return slowest(found, device)
+
+
+def slowest(found: list[float], device: torch.device) -> float:
+    time = torch.tensor(median(found), device=device)
+    dist.all_reduce(time, op=dist.ReduceOp.MAX)
+    return time.item()
+
+
+def build(shape: Any, scheme: str, device: torch.device) -> tmoe.Experts:
+    """The whole layer, the same on all ranks."""
+    torch.manual_seed(0)
+    E, H, I = shape.num_experts, shape.hidden, shape.intermediate
+    with device:
+        experts = tmoe.Experts(E, H, I, dtype=torch.bfloat16)
+    experts.requires_grad_(False)
+    return experts if scheme == "bf16" else tmoe.Experts.quantized(experts, scheme)
+
+
+def part(whole: tmoe.Experts, mesh: Any, exchange: str) -> tmoe.Experts:
+    """A rank's part, beside the whole one."""
+    layer = copy.copy(whole)
+    layer._parameters, layer._buffers = dict(whole._parameters), dict(whole._buffers)
+    return parallelize(layer, mesh, ep="x", dp="x", exchange=exchange)
+
+
+def rows_for_experts(layer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Rows:
+    """What an exchange brings to this rank's experts."""
+    seen = []
+
+    def see(rows: Rows, dtype: torch.dtype) -> Tensor:
+        seen.append(rows)
+        return rows.x.new_zeros(rows.x.shape, dtype=dtype)
+
+    x, weights, ids = inputs
+    layer.parallel.run(x, weights, ids, see)
+    return seen[0]
+
+
+def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = build(shape, scheme, device)
+    layers = {name: part(whole, mesh, name) for name in EXCHANGES}
+    rows = []
+    for T in counts:
+        every = [
+            [
+                routed_inputs(shape, T, device, torch.bfloat16, seed=100 * call + r)
+                for r in range(size)
+            ]
+            for call in range(CALLS if T <= 1024 else 3)
+        ]
+        joint = [tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in every]
+        mine = [each[rank] for each in every]
+        row = {"model": shape.name, "scheme": scheme, "tokens": T, "ranks": size}
+        x, weights, ids = joint[0]
+        want = whole(x, ids, weights)[rank * T : (rank + 1) * T].float()
+        row["one_us"] = graph_us([lambda i=i: whole(i[0], i[2], i[1]) for i in joint], device)
+        for name, layer in layers.items():
+            with fixed_tokens():
+                x, weights, ids = mine[0]
+                got = layer(x, ids, weights).float()
+                off = ((got - want).norm() / want.norm()).item()
+                assert off < 2**-7, f"{name} is {off} away from one GPU at T={T}"
+                row[f"{name}_us"] = graph_us(
+                    [lambda i=i, n=layer: n(i[0], i[2], i[1]) for i in mine], device
+                )
+                brought = [rows_for_experts(layer, i) for i in mine]
+                row[f"{name}_experts_us"] = graph_us(
+                    [lambda r=r, n=layer: n.local_experts(r, torch.float32) for r in brought],
+                    device,
+                )
+                nothing = [r.x.new_zeros(r.x.shape, dtype=torch.float32) for r in brought]
+                row[f"{name}_exchange_us"] = graph_us(
+                    [
+                        lambda i=i, z=z, n=layer: n.parallel.run(i[0], i[1], i[2], lambda r, d: z)
+                        for i, z in zip(mine, nothing, strict=True)
+                    ],
+                    device,
+                )
+            if T <= 128:  # as Python calls it
+                row[f"{name}_eager_us"] = eager_us(
+                    lambda i=mine[0], n=layer: n(i[0], i[2], i[1]), device
+                )
+        row["nccl_us"] = nccl_us(mine[0][0], device)
+        rows.append(row)
+        if rank == 0:
+            say(row)
+    return rows
+
+
+def eager_us(call: Call, device: torch.device) -> float:
+    """As Python calls it, the host's time included."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    found = []
+    for _ in range(12):
+        settle()
+        dist.barrier()
+        settle()
+        started = time.perf_counter()
+        call()
+        settle()
+        found.append(1e6 * (time.perf_counter() - started))
+    return median(found[3:])
+
+
+def nccl_us(x: Tensor, device: torch.device) -> float:
+    """What NCCL takes to gather x and to reduce-scatter the sums in float32, and nothing else."""
+    size, group = dist.get_world_size(), dist.group.WORLD
+    everything = x.new_empty(size * len(x), x.shape[1])
+    sums = torch.zeros(everything.shape, device=device)
+    mine = sums.new_empty(x.shape)
+
+    def both() -> None:
+        dist.all_gather_into_tensor(everything, x, group=group)
+        dist.reduce_scatter_tensor(mine, sums, group=group)
+
+    return graph_us([both] * 4, device)
+
+
+def say(row: dict[str, Any]) -> None:
+    text = "{model:16} {scheme:9} T={tokens:<5} one {one_us:8.1f}  nccl {nccl_us:7.1f}".format(
+        **row
+    )
+    for name in EXCHANGES:
+        total, experts, alone = (row[f"{name}{what}_us"] for what in ("", "_experts", "_exchange"))
+        scaling, over = row["one_us"] / total, total - experts
+        text += (
+            f"  | {name} {total:8.1f} (experts {experts:8.1f}, alone {alone:7.1f}) "
+            f"x{scaling:.2f} +{over:.1f}"
+        )
+        if f"{name}_eager_us" in row:
+            text += f" eager {row[f'{name}_eager_us']:.0f}"
+    print(text, flush=True)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.parallel", description=__doc__)
+    parser.add_argument("--models", default="deepseek-v3,qwen3-30b-a3b")
+    parser.add_argument("--schemes", default="bf16,fp8_block")
+    parser.add_argument("--tokens", default="1,16,128,1024,8192")
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("x",))
+    counts = [int(text) for text in options.tokens.split(",")]
+    rows: list[Any] = []
+    for model in options.models.split(","):
+        for scheme in options.schemes.split(","):
+            rows += measure(SHAPES[model], scheme, counts, mesh, device)
+            torch.cuda.empty_cache()
+    if options.out is not None and dist.get_rank() == 0:
+        command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
+        found = {"machine_info": machine_info(device), "command": command, "rows": rows}
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
