@@ -46,7 +46,8 @@ def test_copies_are_used_evenly(tables, step):
         counts = choose_slots(ids, tables).flatten()
         counts = torch.bincount(counts[counts >= 0].long(), minlength=8)[[0, 2, 4, 7]]
         assert counts.sum() == tokens
-        assert (counts - tokens / 4).abs().max() <= 2.5, counts
+        allowed = 2 if step == 1 else 1 + math.log2(tokens)  # by chance: sqrt(tokens) / 2
+        assert (counts - tokens / 4).abs().max() <= allowed, counts
 
 
 def test_ranks_with_a_token_each_choose_different_copies(tables):
