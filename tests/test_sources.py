@@ -42,7 +42,8 @@ ROOMS = {
     "parallel": ("*", "demo"),
     "tune": ("*", "demo"),
     "bench": ("*", "doctor", "demo", "tune"),
-    "cli": ("*", "doctor", "demo", "tune", "bench"),
+    "plan": ("*", "demo", "bench"),
+    "cli": ("*", "doctor", "demo", "tune", "bench", "plan"),
     "__main__": ("cli",),
 }
 PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms

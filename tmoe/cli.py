@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench.command import app as bench
+from .plan.command import plan
 
 if TYPE_CHECKING:
     from .dispatch.known import Layer
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(plan)
 
 
 class DType(str, Enum):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -81,8 +81,12 @@ class RankLayer:
     def load(self) -> Load:
         """Of the busiest rank. Experts are dealt out by popularity, one to each rank in turn, and
         of `ep` ranks with m rows on average the busiest has about m + sqrt(2 m ln ep)."""
-        even = self.routing == "balanced"
         here = chances(self.shape.num_experts, self.shape.top_k, self.routing)[:: self.ep]
+        return self.load_of(here)
+
+    def load_of(self, here: Sequence[float]) -> Load:
+        """Of a rank whose slots are chosen with these chances; the busiest of its likes."""
+        even = self.routing == "balanced"
         if not even:
             mean = self.tokens * sum(here)
             more = 1 + math.sqrt(2 * math.log(self.ep) / mean)
@@ -117,9 +121,10 @@ def predict(
     return predict_with(fits[scheme], layer, ROOFS[device, multiplies])
 
 
-def predict_with(fit: Fit, layer: RankLayer, roof: Roof) -> Prediction:
-    """The formulas above, with these numbers."""
-    load, H, I = layer.load, layer.shape.hidden, layer.shape.intermediate // layer.tp
+def predict_with(fit: Fit, layer: RankLayer, roof: Roof, load: Load | None = None) -> Prediction:
+    """The formulas above, with these numbers. load: of the rank, if it isn't the layer's own."""
+    load = layer.load if load is None else load
+    H, I = layer.shape.hidden, layer.shape.intermediate // layer.tp
     weight, row = weight_bytes(layer.shape, layer.scheme), 1 if multiplies_fp8(layer.scheme) else 2
     tokens = min(layer.tokens, load.rows)  # those that have an expert here
 
@@ -137,14 +142,14 @@ def predict_with(fit: Fit, layer: RankLayer, roof: Roof) -> Prediction:
     down = gemm(H, I, load.rows * (row * I + 2 * H))
     combine = 2 * H * (load.rows + tokens) + (3 * tokens * H if row == 1 else 0)  # and quantising
     parts = fit.start_us, gate_up, down, memory(combine)
-    work = work_of(layer)
+    work = work_of(layer, load)
     bound = "memory" if work.bytes / roof.gbs > work.flops / (1e3 * roof.tflops) else "arithmetic"
     return Prediction(work.floor_us(roof), sum(parts), *parts, bound, load)
 
 
-def work_of(layer: RankLayer) -> Work:
+def work_of(layer: RankLayer, load: Load | None = None) -> Work:
     """What the rank can't avoid: the floor's flops and bytes."""
-    load, shape = layer.load, layer.shape
+    load, shape = layer.load if load is None else load, layer.shape
     here = replace(
         shape,
         num_experts=shape.num_experts // layer.ep,

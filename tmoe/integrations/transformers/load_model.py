@@ -88,9 +88,9 @@ def from_pretrained(
     folder = _folder(path)
     checkpoint = Checkpoint(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
-    stated = _take_description(config)
+    stated = take_description(config)
     dtype = dtype or _dtype_of(config)
-    cls = model_class or _class_of(config, transformers)
+    cls = model_class or class_of_config(config, transformers)
 
     register_method()
     loading = CheckpointLoading(checkpoint, scheme, dtype, device)
@@ -129,7 +129,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     return Path(snapshot_download(name, allow_patterns=list(_FILES)))
 
 
-def _take_description(config: Any) -> dict[bool, Any]:
+def take_description(config: Any) -> dict[bool, Any]:
     """Take what the config says about quantisation away from transformers."""
     stated: dict[bool, Any] = {}
     for part in (config, config.get_text_config()):
@@ -159,7 +159,7 @@ def _dtype_of(config: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-def _class_of(config: Any, transformers: Any) -> Any:
+def class_of_config(config: Any, transformers: Any) -> Any:
     names = getattr(config, "architectures", None) or []
     for name in names:
         if hasattr(transformers, name):
