@@ -45,6 +45,10 @@ VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_LEVEL", "N
 
 Call = Callable[[], object]
 
+# torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -62,9 +66,9 @@ class Ranks:
 def operation(name: str, whole: Tensor, part: Tensor, other: Tensor, ranks: Ranks) -> Call:
     """A call that runs the collective. whole, other: n · m numbers, part: m numbers."""
     if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part)
+        return lambda: _all_gather(whole, part)
     if name == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole)
+        return lambda: _reduce_scatter(part, whole)
     if name == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole)
     after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size

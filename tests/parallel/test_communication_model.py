@@ -1,0 +1,131 @@
+"""Exchanges: the formulas by hand, the constants against what they were fitted to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import fit_communication as fitting
+from tests.parallel.communication_ranks import measure_two
+from tests.parallel.rank_processes import run_ranks
+from tmoe.parallel.communication_model import (
+    CONSTANTS,
+    OPERATIONS,
+    Cluster,
+    Span,
+    constants,
+    gpu_named,
+    gpu_names,
+    sources,
+)
+
+H200 = Cluster.of("H200", 8, 400)
+
+
+def test_spans_count_nodes():
+    assert H200.span(8) == Span(8, 1) and H200.span(16) == Span(16, 2)
+    assert H200.span(8, stride=2) == Span(8, 2)  # every other GPU: four on each node
+    assert H200.span(4, stride=16) == Span(4, 4)
+
+
+def test_a_gather_by_hand():
+    """Two nodes: each brings the other's 8 parts in through 8 cards, and NVLink passes 15 on."""
+    known = {
+        "nvlink": {"all_gather": {"start_us": 5.0, "reach": 0.5}},
+        "network": {"start_us": 30.0, "reach": 0.5},
+        "hops": {"nvlink_us": 1.0, "network_us": 3.0},
+    }
+    cluster = Cluster(gpu_named("H200"), 8, 400.0, known)
+    found = cluster.gather("all_gather", 1e6, cluster.span(16))
+    assert found.start_us == 5 + 13 * 1 + 3
+    assert found.nvlink_us == pytest.approx(15e6 / (450e3 / 2))
+    assert found.network_us == pytest.approx(8e6 / 8 / (50e3 / 2))
+    assert found.us == found.start_us + found.nvlink_us and found.bound == "NVLink"
+    two = cluster.gather("all_gather", 1e6, cluster.span(2))
+    assert (two.start_us, two.network_us) == (5, 0)  # nothing added to what was measured
+
+
+def test_one_rank_exchanges_nothing():
+    assert H200.gather("all_gather", 1e9, H200.span(1)).us == 0
+    assert H200.all_to_all(0, 0, H200.span(1)).us == 0
+
+
+def test_more_bytes_and_slower_links_take_longer():
+    slow = Cluster.of("H200", 8, 100)
+    for ranks in (2, 8, 16, 64):
+        span = H200.span(ranks)
+        times = [H200.gather("reduce_scatter", size, span).us for size in (1e3, 1e6, 1e8)]
+        assert times == sorted(times) and times[0] < times[-1]
+        assert slow.gather("reduce_scatter", 1e8, span).us >= times[-1]
+    apart = H200.span(16)
+    assert slow.all_to_all(1e3, 1e8, apart).us > 3 * H200.all_to_all(1e3, 1e8, apart).us
+
+
+def test_published_times_are_met():
+    """DeepEP's dispatch and combine over 2 to 32 nodes: ten times from two numbers."""
+    published = json.loads(fitting.PUBLISHED.read_text())
+    errors = []
+    for row, (size, us) in zip(published["rows"], fitting.published_points(published), strict=True):
+        found = H200.all_to_all(0, size, H200.span(row["ranks"]))
+        errors.append(abs(found.us / us - 1))
+    assert len(errors) == 10 and max(errors) < 0.08
+
+
+def test_constants_are_those_that_the_records_give(tmp_path, capsys):
+    """Whoever records anew fits anew: python -m bench.fit_communication."""
+    fitting.main(["--out", str(tmp_path / "fitted.json")])
+    assert json.loads((tmp_path / "fitted.json").read_text()) == json.loads(CONSTANTS.read_text())
+    assert "network" in capsys.readouterr().out
+
+
+def test_every_number_says_where_it_comes_from():
+    kinds = {"measured", "published", "data sheet", "assumed"}
+    assert {kind for _, kind, _ in sources()} <= kinds
+    measured = constants()["nvlink"]["source"]["kind"] == "measured"
+    assert measured == fitting.RECORD.exists()
+    assert all(row["source"] for row in constants()["gpus"].values())
+
+
+def test_a_fit_finds_what_was_put_in():
+    points = [(2.0**power, 6.5 + 2.0**power / 340e3) for power in range(10, 29)]
+    start, gbs = fitting.fit(points)
+    assert (start, gbs) == pytest.approx((6.5, 340), rel=1e-6)
+    assert fitting.largest_error(points, start, gbs) < 1e-6
+    assert fitting.largest_error(points, 2 * start, gbs) > 0.5
+
+
+def test_a_record_becomes_constants(tmp_path):
+    rows = [
+        {"operation": name, "bytes": 2**power, "us": 8 + 2**power / 2 / 225e3}
+        for name in (*OPERATIONS, "send_recv")
+        for power in range(10, 29, 2)
+    ]
+    record = {"ranks": 2, "machine_info": {"device": "NVIDIA H200"}, "nccl": "2.27", "rows": rows}
+    found = fitting.fit_nvlink(record, "a file")
+    assert found["all_to_all"]["start_us"] == 8 and found["all_to_all"]["reach"] == 0.5
+    assert found["source"]["kind"] == "measured" and "2 × NVIDIA H200" in found["source"]["what"]
+
+
+def test_what_is_measured_is_checked_and_recorded(tmp_path):
+    """The script that runs on GPUs, on two ranks of gloo."""
+    first, second = run_ranks(measure_two, 2, tmp_path)
+    rows = first["rows"]
+    assert [row["operation"] for row in rows[:4]] == [*OPERATIONS, "send_recv"]
+    assert {row["bytes"] for row in rows} == {1024, 4096}
+    assert all(row["us"] > 0 and row["gbs"] > 0 for row in rows)
+    assert first["backend"] == "gloo" and first["ranks"] == first["ranks_per_host"] == 2
+    assert [row["us"] for row in rows] == [row["us"] for row in second["rows"]]  # of the slowest
+    assert "all_gather is wrong" in first["wrong"]
+
+
+def test_unknown_gpus_are_named():
+    with pytest.raises(
+        ValueError, match=f"gpu must be one of {', '.join(gpu_names())}, got 'V100'"
+    ):
+        Cluster.of("V100")
+    assert gpu_named("nvidia h200") == gpu_named("H200")
+    with pytest.raises(ValueError, match="domain must be at least 1, got 0"):
+        Cluster.of("H200", 0)
+    with pytest.raises(ValueError, match="net_gbit must be above 0, got 0"):
+        Cluster.of("H200", 8, 0)
