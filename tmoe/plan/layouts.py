@@ -203,7 +203,7 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
         return found
     span = cluster.span(layout.ep, layout.tp)
     E = model.shape.num_experts
-    hit = chance_of_any(E, K, E / layout.ep, model.n_group, model.topk_group)
+    hit = chance_of_any(E, K, layout.ep, model.n_group, model.topk_group)
     busiest = max(1.0, load.rows * layout.ep / (T * group * K))
     near = T * hit * (span.per_node - 1) * busiest
     far = T * hit * (layout.ep - span.per_node) * busiest
@@ -216,7 +216,7 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
         + cluster.all_to_all(near * back, far * back, span)
     )
     if span.nodes > 1 and layout.tp == 1:
-        node = chance_of_any(E, K, E / span.nodes, model.n_group, model.topk_group)
+        node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
         once, inside = T * node * (span.nodes - 1) * busiest, arrived - T * hit * busiest
         found["deepep"] = cluster.all_to_all(inside * sent, once * sent, span) + cluster.all_to_all(
             inside * back, once * back, span

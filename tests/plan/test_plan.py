@@ -1,0 +1,273 @@
+"""`tmoe plan`: every layout is there once, with numbers that add up and that records bear out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from bench.fit_cost_model import RECORDS, ROOT, read_cells
+from tmoe.bench.cost_model import predict
+from tmoe.bench.shapes import SHAPES
+from tmoe.cli import app
+from tmoe.parallel.communication_model import Cluster, gpu_names
+from tmoe.plan import known_model, model_from_config, placement_gain, plan
+from tmoe.plan.layouts import layouts
+from tmoe.plan.models import _KNOWN
+
+H200 = Cluster.of("H200", 8, 400)
+DEEPSEEK = known_model("deepseek-v3")
+
+# 10^9 parameters in all, as the models' cards have it.
+TOTALS = {
+    "mixtral-8x7b": 46.7, "olmoe": 6.92, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
+    "glm-4.5": 355, "deepseek-v3": 671, "kimi-k2": 1026, "llama4-scout": 109,
+    "llama4-maverick": 400, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    return plan(DEEPSEEK, 64, H200, tokens=128, scheme="fp8_block")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_every_layout_is_ranked_or_refused(deepseek):
+    seen = [found.layout for found in deepseek.ranked] + [*deepseek.refused]
+    assert len(seen) == len({*seen}) == 28  # 2^6 into three factors, in order
+    assert {*seen} == {*layouts(64)} and all(layout.gpus == 64 for layout in seen)
+    times = [found.us for found in deepseek.ranked]
+    assert times == sorted(times) and len(times) > 10
+
+
+def test_parts_add_up(deepseek):
+    for found in deepseek.ranked:
+        assert sum(found.parts.values()) == pytest.approx(found.us)
+        assert found.transfer.us <= min(
+            [us for name, us in found.other_exchanges.items() if name != "deepep"] or [1e9]
+        )
+        held = found.experts_gb + found.other_gb + found.tokens_gb + found.left_gb
+        assert held == pytest.approx(141 - 4)
+
+
+def test_all_ranks_hold_the_model_once(deepseek):
+    """FP8 in blocks of 128 × 128: a byte and a little for a weight."""
+    for found in deepseek.ranked:
+        copies = found.experts_gb * found.layout.tp * found.layout.ep
+        assert copies == pytest.approx(1.00025 * DEEPSEEK.expert_parameters / 1e9, rel=1e-4)
+
+
+def test_one_gpu_is_what_was_recorded():
+    """No exchange, and the time of the cost model, which a quarter around every record holds."""
+    cells = [cell for own in read_cells([ROOT / r for r in RECORDS]).values() for cell in own]
+    compared = 0
+    for layer, us in cells:
+        name = layer.shape.name
+        if layer.routing != "random" or name not in _KNOWN:
+            continue
+        model = replace(known_model(name), layers=1, other=0)
+        (found,) = plan(model, 1, H200, tokens=layer.tokens, scheme=layer.scheme).ranked
+        assert found.exchange == "none" and str(found.layout) == "1 GPU"
+        assert found.us == predict(layer.shape, layer.tokens, scheme=layer.scheme).us
+        assert found.us == pytest.approx(us, rel=0.25)
+        compared += 1
+    assert compared > 60
+
+
+def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():
+    decode = plan(DEEPSEEK, 16, H200, tokens=1, scheme="fp8_block").ranked
+    prefill = plan(DEEPSEEK, 16, H200, tokens=4096, scheme="fp8_block").ranked
+    assert "reading weights" in decode[0].bound or "starts" in decode[0].bound
+    by_layout = {str(found.layout): found for found in prefill}
+    assert "arithmetic" in by_layout["EP8 DP2"].bound
+    assert by_layout["EP8 DP2"].us < by_layout["TP8 DP2"].us
+
+
+def test_slow_networks_keep_groups_inside_a_node():
+    fast = plan(DEEPSEEK, 64, H200, tokens=1024, scheme="fp8_block")
+    slow = plan(DEEPSEEK, 64, Cluster.of("H200", 8, 25), tokens=1024, scheme="fp8_block")
+    across = {str(found.layout): found for found in slow.ranked}["EP64"]
+    assert "network" in across.bound and "network" in slow.reason
+    assert slow.ranked[0].layout.tp * slow.ranked[0].layout.ep == 8
+    assert across.us > {str(found.layout): found for found in fast.ranked}["EP64"].us
+
+
+def test_groups_keep_tokens_off_the_network():
+    """Node-limited routing: four of eight nodes. Without groups a token's experts are on five."""
+    free = replace(DEEPSEEK, n_group=1, topk_group=1)
+
+    def network(model, name):
+        ranked = plan(model, 64, Cluster.of("H200", 8, 50), tokens=4096, scheme="fp8_block").ranked
+        found = next(found for found in ranked if str(found.layout) == "EP64")
+        return {found.exchange: found.transfer.us, **found.other_exchanges}[name]
+
+    assert network(DEEPSEEK, "all_to_all") < network(free, "all_to_all")
+    assert network(DEEPSEEK, "deepep") < 0.75 * network(free, "deepep")
+    assert network(DEEPSEEK, "deepep") < 0.6 * network(DEEPSEEK, "all_to_all")
+
+
+def test_copies_help_where_routing_is_skewed():
+    def best(**options):
+        return plan(DEEPSEEK, 32, H200, tokens=1024, scheme="fp8_block", **options).ranked
+
+    def ep32(ranked):
+        return next(found for found in ranked if str(found.layout) == "EP32")
+
+    skewed, copied = ep32(best(routing="zipf")), ep32(best(routing="zipf", redundant=1))
+    assert copied.us < 0.4 * skewed.us
+    assert copied.experts_gb == pytest.approx(skewed.experts_gb * 9 / 8)
+
+
+@pytest.mark.parametrize(
+    "layout, words",
+    [
+        ("TP64", "TP 64 leaves an expert 32 columns, which cuts fp8_block's scale blocks of 128; "
+         "possible: TP 1, 2, 4, 8, 16"),
+        ("DP64", "needs 654.1 GB of experts, 34.2 of other weights"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_says_why_with_numbers(deepseek, layout, words):
+    reasons = {str(found): why for found, why in deepseek.refused.items()}
+    assert words in reasons[layout]
+    assert any(words in line for line in deepseek.refusals)
+
+
+@pytest.mark.parametrize(
+    "name, gpus, options, words",
+    [
+        ("olmoe", 128, {}, "EP 128 is more than the 64 experts"),
+        ("gpt-oss-120b", 128, {}, "an expert's 2880 columns can't be divided by TP 128"),
+        ("gpt-oss-120b", 4, {"scheme": "mxfp4_a16"}, None),
+        ("gpt-oss-120b", 64, {"scheme": "mxfp4_a16"}, "45 columns, which cuts mxfp4_a16's scale"),
+        ("mixtral-8x7b", 8, {"redundant": 5}, "5 redundant slots are more than the 4 experts of"),
+    ],
+)
+def test_other_refusals(name, gpus, options, words):
+    found = plan(known_model(name), gpus, H200, **options)
+    if words is None:
+        assert found.ranked and not any("columns" in why for why in found.refused.values())
+    else:
+        assert any(words in why for why in found.refused.values()), found.refused
+
+
+def test_other_gpus_are_extrapolated_and_say_so():
+    h100 = plan(known_model("qwen3-30b-a3b"), 8, Cluster.of("H100"), tokens=16)
+    h200 = plan(known_model("qwen3-30b-a3b"), 8, H200, tokens=16)
+    assert h100.ranked[0].us > h200.ranked[0].us  # less bandwidth
+    assert "extrapolated to H100: data sheet, reached as on H200" in h100.calibration[0]
+    assert "extrapolated" not in h200.calibration[0]
+    with pytest.raises(ValueError, match="gpu must be one with FP8 units for fp8_block, got A100"):
+        plan(DEEPSEEK, 8, Cluster.of("A100"), scheme="fp8_block")
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_models_have_as_many_parameters_as_they_say(name):
+    model = known_model(name)
+    total = (model.expert_parameters + model.other) / 1e9
+    assert total == pytest.approx(TOTALS[name], rel=0.02) and model.shape is SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("mixtral-8x7b", MixtralConfig()),
+        ("gpt-oss-120b", GptOssConfig()),
+        ("llama4-scout", Llama4TextConfig()),  # not on transformers' interface
+        ("qwen3-30b-a3b", Qwen3MoeConfig(
+            num_hidden_layers=48, hidden_size=2048, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        )),
+    ],
+)  # fmt: skip
+def test_a_config_gives_what_is_known(name, config, tmp_path):
+    config.save_pretrained(tmp_path)
+    known, found = known_model(name), model_from_config(tmp_path / "config.json")
+    assert replace(found.shape, name=name) == known.shape and found.layers == known.layers
+    assert found.other == pytest.approx(known.other, rel=0.01)
+
+
+def test_a_config_has_its_groups(tmp_path):
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config(num_hidden_layers=5).save_pretrained(tmp_path)
+    found = model_from_config(tmp_path)
+    assert (found.n_group, found.topk_group, found.layers) == (8, 4, 2)
+
+
+def test_a_config_without_experts_is_refused(tmp_path):
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="of a model with MoE layers that tmoe knows, got Llama"):
+        model_from_config(tmp_path)
+
+
+def test_the_command_prints_ranking_and_reason():
+    done = run("--model", "deepseek-v3", "--gpus", "64", "--nvlink", "8", "--net", "400G",
+               "--scheme", "fp8_block")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (
+        "deepseek-v3, fp8_block, random routing: 64 × H200, NVLink of 8, 400 Gbit/s" in done.output
+    )
+    assert "reading weights" in done.output and "most of it" in done.output
+    assert "can't be  TP64: TP 64 leaves an expert 32 columns" in done.output
+    assert "known     kernels: measured" in done.output and "DeepEP" in done.output
+
+
+def test_the_command_prints_json(deepseek):
+    done = run("--model", "deepseek-v3", "--gpus", "64", "--scheme", "fp8_block", "--json")
+    found = json.loads(done.output)
+    assert [row["us"] for row in found["ranked"]] == [one.us for one in deepseek.ranked]
+    assert len(found["ranked"]) + len(found["refused"]) == 28
+    assert found["asked"]["net_gbit"] == 400 and found["reason"] == deepseek.reason
+
+
+def test_the_command_takes_a_config(tmp_path):
+    MixtralConfig().save_pretrained(tmp_path)
+    done = run("--model", str(tmp_path / "config.json"), "--gpus", "4", "--tokens", "16")
+    assert done.exit_code == 0 and "mixtral, bf16" in done.output
+
+
+def test_nothing_fits():
+    done = run("--model", "deepseek-v3", "--gpus", "4")
+    assert done.exit_code == 1 and "no layout fits" in done.output and "needs" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--gpu", "V100"), f"one of {', '.join(gpu_names())}, got 'V100'"),
+        (("--model", "gpt-5"), "one of mixtral-8x7b, olmoe"),
+        (("--model", "nowhere/config.json"), "the path of a config.json, got 'nowhere"),
+        (("--net", "fast"), "--net must be Gbit/s of each GPU's card, as 400G, got 'fast'"),
+        (("--scheme", "nvfp4"), "which were recorded, got 'nvfp4'"),
+        (("--gpus", "12"), "gpus must be a multiple of the 8 that NVLink joins, got 12"),
+        (("--routing", "odd"), "routing must be one of random"),
+    ],
+)
+def test_bad_input_is_explained(arguments, words):
+    usual = {"--model": "deepseek-v3", "--gpus": "16"} | dict([arguments])
+    done = run(*(text for pair in usual.items() for text in pair))
+    words_of = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and words in words_of, words_of
+
+
+@pytest.mark.parametrize(
+    "text, gbit", [("400G", 400), ("800", 800), ("3.2T", 3200), ("100gb", 100)]
+)
+def test_networks_are_read(text, gbit):
+    from tmoe.plan.command import gbit_of
+
+    assert gbit_of(text) == gbit
+
+
+def test_placing_by_load_gains():
+    grid = placement_gain(SHAPES["qwen3-30b-a3b"], 8, [1024, 8192])
+    rows = {row.texts[0]: [float(text) for text in row.texts[1:]] for row in grid.rows}
+    assert [*rows] == ["in order", *(f"by load, {r} redundant" for r in (0, 1, 2))]
+    assert rows["in order"][0] > 2 and rows["by load, 1 redundant"][0] < 1.01
+    assert rows["in order"][2] > 2 * rows["by load, 1 redundant"][2]
