@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 2 -m bench.communication --out FILE
 
-Times all_gather, reduce_scatter, all_to_all and a pair of send and recv over sizes of 1 KB … 256 MB
-and writes a JSON record, which `python -m bench.fit_communication` fits latency and bandwidth to.
+Times all_gather, reduce_scatter, all_reduce, all_to_all and a pair of send and recv over sizes of
+1 KB … 256 MB and writes a JSON record, which `python -m bench.fit_communication` fits latency and bandwidth to.
 On GPUs (NCCL) a time is the GPU's own, of a replayed CUDA graph of several calls; `eager_us` is
 that of calls launched one by one, where the host's time counts too. On CPUs (gloo) it is wall time.
 
-`bytes` is the size of the whole buffer on each rank: what all_gather gives, what reduce_scatter
-and all_to_all are given, what send sends. A rank sends (n - 1) / n of it over its links, or all of
-it with send; `gbs` is that part over the time, which NCCL's own benchmarks call bus bandwidth.
+`bytes` is the size of the whole buffer on each rank: what all_gather gives, what reduce_scatter,
+all_reduce and all_to_all are given, what send sends. A rank sends (n - 1) / n of it over its links,
+twice that with all_reduce, all of it with send; `gbs` is what it sends over the time, which NCCL's
+own benchmarks call bus bandwidth.
 
 Every operation is checked before it is timed. NVLink multicast (NVLS) is switched off: a program
 that uses it can take GPUs that others share out of service.
@@ -40,7 +41,7 @@ SMALLEST, LARGEST = 2**10, 2**28  # bytes
 ROUNDS = 9
 GRAPH_US = 3000  # about so long is a round: long against launching it
 MOST_CALLS, EAGER_CALLS = 40, 20
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "send_recv")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
 VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE")
 
 Call = Callable[[], object]
@@ -69,6 +70,8 @@ def operation(name: str, whole: Tensor, part: Tensor, other: Tensor, ranks: Rank
         return lambda: _all_gather(whole, part)
     if name == "reduce_scatter":
         return lambda: _reduce_scatter(part, whole)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole)
     if name == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole)
     after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
@@ -94,6 +97,9 @@ def check(name: str, ranks: Ranks, dtype: torch.dtype) -> None:
         whole.copy_(row + rank)
         mine = row[rank * m : (rank + 1) * m]
         wanted, got = n * mine + n * (n - 1) // 2, part
+    elif name == "all_reduce":
+        whole.copy_(row + rank)
+        wanted, got = n * row + n * (n - 1) // 2, whole
     elif name == "all_to_all":
         whole.copy_(row + rank)
         mine = row[rank * m : (rank + 1) * m].repeat(n)
@@ -165,7 +171,8 @@ def measure(name: str, size: int, ranks: Ranks, dtype: torch.dtype) -> dict[str,
     of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(of_ranks, mine)
     seconds, spread, _ = max(of_ranks)
-    sent = size * (1 if name == "send_recv" else (ranks.size - 1) / ranks.size)
+    sent = size * {"send_recv": 1}.get(name, (ranks.size - 1) / ranks.size)
+    sent *= 2 if name == "all_reduce" else 1
     return {
         "operation": name, "bytes": size, "dtype": str(dtype).removeprefix("torch."),
         "us": 1e6 * seconds, "spread_us": 1e6 * spread, "gbs": sent / seconds / 1e9,
