@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m bench.communication --out FILE
 
 Times all_gather, reduce_scatter, all_reduce, all_to_all and a pair of send and recv over sizes of
-1 KB … 256 MB and writes a JSON record, which `python -m bench.fit_communication` fits latency and bandwidth to.
+1 KB … 256 MB and writes a JSON record, which `python -m bench.fit_communication` fits latency and
+bandwidth to.
 On GPUs (NCCL) a time is the GPU's own, of a replayed CUDA graph of several calls; `eager_us` is
 that of calls launched one by one, where the host's time counts too. On CPUs (gloo) it is wall time.
 

@@ -7,22 +7,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
 from tests.live_bytes import LiveBytes
-from tmoe.parallel import rebalance
-from tmoe.parallel.balance import balance
-from tmoe.parallel.balance_replicas import ReplicaTables, choose_slots
-from tmoe.parallel.placement import Placement
-from tmoe.parallel.rebalance import extra_bytes, move_experts
+from tmoe.parallel import Placement, balance, parallelize, rebalance, rebalance_transfer
+from tmoe.parallel.groups import Group
 from tmoe.parallel.rebalance_moves import plan_moves
+from tmoe.parallel.rebalance_transfer import extra_bytes, move_experts
 
-E, K, H, I, T = 10, 2, 64, 32, 48
+E, K, H, I = 10, 2, 64, 32
 SCHEMES = ("fp8_block", "nvfp4", "mxfp4", "fp8_tensor")
+BROKEN = (
+    "another placement", "another dtype", "another size", "too little memory", "no memory",
+    "fewer slots", "another number of ranks",
+)  # fmt: skip
 
 
 def loads(kind: str) -> list[float]:
     return [1.0] * E if kind == "even" else [1000 / (1 + e) ** 1.2 for e in range(E)]
+
+
+def placements(ranks: int, redundant: int = 1) -> tuple[Placement, Placement]:
+    """Of even loads, and of skewed ones."""
+    old, new = (balance(loads(kind), ranks, redundant=redundant) for kind in ("even", "zipf"))
+    return old, new
+
+
+def world() -> Group:
+    return Group.of(dist.group.WORLD)
 
 
 def all_experts(kind: str) -> dict[str, torch.Tensor]:
@@ -35,8 +48,6 @@ def all_experts(kind: str) -> dict[str, torch.Tensor]:
     gate_up, down = normal(2 * I, H), normal(H, I)
     if kind in SCHEMES:
         gate_up, down = (tmoe.quantize(w, kind) for w in (gate_up, down))
-    elif kind == "transposed":
-        gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     elif kind == "bf16":
         gate_up, down = gate_up.bfloat16(), down.bfloat16()
     return {
@@ -45,17 +56,13 @@ def all_experts(kind: str) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def slots_of(experts: dict[str, torch.Tensor], own: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def slots_of(kind: str, own: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Those of a rank, as a layer holds them."""
-    result = {}
-    for name, tensor in experts.items():
-        piece = tensor[list(own)]
-        if name == "gate_up_proj" and not isinstance(tensor, tmoe.QuantizedTensor):
-            kept = torch.empty_strided((len(own), *tensor.shape[1:]), tensor.stride(),
-                                       dtype=tensor.dtype)  # fmt: skip
-            piece = kept.copy_(piece)
-        result[name] = piece
-    return result
+    experts = {name: tensor[list(own)] for name, tensor in all_experts(kind).items()}
+    if kind == "transposed":
+        gate_up = experts["gate_up_proj"]
+        experts["gate_up_proj"] = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+    return experts
 
 
 def parts_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -68,128 +75,149 @@ def parts_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Bit by bit."""
+
+    def bits(part: torch.Tensor) -> torch.Tensor:
+        return part.contiguous().view(torch.uint8)
+
     pairs = zip(parts_of(a), parts_of(b), strict=True)
-    return all(
-        x.dtype == y.dtype
-        and x.contiguous().view(torch.uint8).equal(y.contiguous().view(torch.uint8))
-        for x, y in pairs
-    )
+    return all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in pairs)
 
 
-def output(tensors: dict[str, torch.Tensor], placement: Placement, rank: int) -> torch.Tensor:
-    """The layer over all ranks: each has all tokens, computes its slots, and the sum is reduced."""
-    x, weights, ids = tokens()
-    chosen = choose_slots(ids, ReplicaTables.of(placement))
-    partial = tmoe.fused_experts(
-        x, tensors["gate_up_proj"], tensors["down_proj"], weights, chosen,
-        first_expert=placement.first_slots[rank], num_experts=placement.num_slots,
-    )  # fmt: skip
-    dist.all_reduce(partial)
-    return partial
+def move(rank: int, kind: str) -> dict[str, Any]:
+    """There and back again."""
+    old, new = placements(dist.get_world_size())
+    tensors = slots_of(kind, old.ranks[rank])
+    places = [part.data_ptr() for part in parts_of(tensors)]
+    allowed = extra_bytes(tensors, plan_moves(old, new), rank)
+    with LiveBytes(parts_of(tensors)) as memory:
+        moves = move_experts(tensors, old, new, group=world(), max_extra_bytes=allowed)
+    found = {
+        "right": same(tensors, slots_of(kind, new.ranks[rank])),
+        "in place": places == [part.data_ptr() for part in parts_of(tensors)],
+        "moved": len(moves.into(rank)), "memory": (memory.most, allowed),
+    }  # fmt: skip
+    move_experts(tensors, new, old, group=world())
+    return found | {"right again": same(tensors, slots_of(kind, old.ranks[rank]))}
 
 
-def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
-    weights, ids = tmoe.simulate_routing(T, E, K, distribution="skewed", skew=1.2)
-    return x, weights, ids
-
-
-def scenarios(rank: int) -> dict[str, Any]:
-    """On four ranks."""
-    size, found = dist.get_world_size(), {}
-    old, new = (balance(loads(kind), size, redundant=1) for kind in ("even", "zipf"))
-    for kind in ("fp32", "bf16", "transposed", *SCHEMES):
-        experts = all_experts(kind)
-        tensors = slots_of(experts, old.ranks[rank])
-        places = [part.data_ptr() for part in parts_of(tensors)]
-        before = output(tensors, old, rank) if kind == "fp32" else None
-        allowed = extra_bytes(tensors, plan_moves(old, new), rank)
-        with LiveBytes(parts_of(tensors)) as memory:
-            moves = move_experts(tensors, old, new, max_extra_bytes=allowed)
-        found[kind] = {
-            "memory": (memory.most, allowed),
-            "right": same(tensors, slots_of(experts, new.ranks[rank])),
-            "in place": places == [part.data_ptr() for part in parts_of(tensors)],
-            "moved": len(moves.into(rank)),
-        }
-        if before is not None:
-            found["outputs"] = before, output(tensors, new, rank)
-            found["back"] = move_experts(tensors, new, old).sent
-            found["right again"] = same(tensors, slots_of(experts, old.ranks[rank]))
-    found["errors"] = {name: refused(name, rank, old, new) for name in BROKEN}
-    found["subgroup"] = subgroup(rank)
-    return found
-
-
-BROKEN = (
-    "another placement", "another dtype", "gradients", "too little memory", "no memory",
-    "other sizes", "another number of ranks",
-)  # fmt: skip
-
-
-def refused(name: str, rank: int, old: Placement, new: Placement) -> tuple[str, str, bool]:
+def refused(rank: int, name: str) -> tuple[str, str, bool]:
     """Kind and words of the error if rank 2 has something else, and whether all stays."""
-    tensors, options, untouched = slots_of(all_experts("fp32"), old.ranks[rank]), {}, None
-    set_aside = rebalance._set_aside
+    old, new = placements(dist.get_world_size())
+    tensors, options = slots_of("fp32", old.ranks[rank]), {}
+    set_aside = rebalance_transfer._set_aside
     if name == "another number of ranks":
-        old, new = Placement.contiguous(E, 3), Placement.contiguous(E, 3)
+        old = new = Placement.contiguous(E, 3)
     elif rank == 2:
         if name == "another placement":
-            new = balance(loads("even")[::-1], 4, redundant=1, current=new)
             new = Placement(E, (*new.ranks[:3], tuple(reversed(new.ranks[3]))))
         elif name == "another dtype":
             tensors["down_proj"] = tensors["down_proj"].bfloat16()
-        elif name == "gradients":
-            tensors["down_proj"].requires_grad_()
-        elif name == "too little memory":
-            need = extra_bytes(tensors, plan_moves(old, new), rank)
-            options["max_extra_bytes"] = need - 1
-        elif name == "other sizes":
+        elif name == "another size":
+            tensors["down_proj"] = tensors["down_proj"][:, :, :16]
+        elif name == "fewer slots":
             tensors["down_proj"] = tensors["down_proj"][:-1]
+        elif name == "too little memory":
+            options["max_extra_bytes"] = extra_bytes(tensors, plan_moves(old, new), rank) - 1
         elif name == "no memory":
 
             def fail(*arguments: object) -> list[torch.Tensor]:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-            rebalance._set_aside = fail
-    untouched = {key: value.detach().clone() for key, value in tensors.items()}
+            rebalance_transfer._set_aside = fail
+    untouched = {key: value.clone() for key, value in tensors.items()}
     try:
-        move_experts(tensors, old, new, **options)
+        move_experts(tensors, old, new, group=world(), **options)
     except (ValueError, RuntimeError) as error:
-        detached = {key: value.detach() for key, value in tensors.items()}
-        return type(error).__name__, str(error), same(detached, untouched)
+        return type(error).__name__, str(error), same(tensors, untouched)
     finally:
-        rebalance._set_aside = set_aside
+        rebalance_transfer._set_aside = set_aside
     return "nothing", "", False
 
 
 def subgroup(rank: int) -> Any:
-    """Ranks 3 and 1 are a group of their own; the others aren't in it."""
-    group = dist.new_group([1, 3])
-    old, new = (
-        Placement.contiguous(E, 2),
-        Placement(E, tuple(reversed(Placement.contiguous(E, 2).ranks))),
-    )
-    mine = dist.get_rank(group)
-    experts = all_experts("fp32")
-    tensors = slots_of(experts, old.ranks[max(mine, 0)])
-    try:
-        move_experts(tensors, old, new, group=group)
-    except ValueError as error:
-        return str(error)
-    return same(tensors, slots_of(experts, new.ranks[mine]))
+    """Ranks 1 and 3 of four are a group of their own; the others do nothing."""
+    handle = dist.new_group([1, 3])
+    if rank in (0, 2):
+        return None
+    old = Placement.contiguous(E, 2)
+    new = Placement(E, tuple(reversed(old.ranks)))
+    group = Group.of(handle)
+    tensors = slots_of("fp32", old.ranks[group.rank])
+    move_experts(tensors, old, new, group=group)
+    return same(tensors, slots_of("fp32", new.ranks[group.rank]))
 
 
-def lose_a_rank(rank: int) -> Any:
-    """Of two; rank 1 ends when the experts are about to be exchanged."""
+def lose_a_rank(rank: int, when: str) -> Any:
+    """Of two; rank 1 ends before it says anything, or when experts are about to be exchanged."""
     old = Placement(E, (tuple(range(0, E, 2)), tuple(range(1, E, 2))))
     new = Placement.contiguous(E, 2)
-    experts = all_experts("fp32")
-    tensors = slots_of(experts, old.ranks[rank])
+    tensors = slots_of("fp32", old.ranks[rank])
     if rank == 1:
-        rebalance._exchange = lambda *_: os._exit(1)
+        if when == "before":
+            os._exit(1)
+        rebalance_transfer._exchange = lambda *_: os._exit(1)
     try:
-        move_experts(tensors, old, new)
+        move_experts(tensors, old, new, group=world(), name="layers.7")
     except RuntimeError as error:
-        return str(error), same(tensors, slots_of(experts, old.ranks[rank]))
-    return "no error", False
+        return type(error).__name__, str(error), same(tensors, slots_of("fp32", old.ranks[rank]))
+    return "no error", "", False
+
+
+def layer(scheme: str | None = None) -> tmoe.MoE:
+    torch.manual_seed(1)
+    made = tmoe.MoE(H, I, tmoe.Routing(E, K, "Renormalize"), bias=scheme is None)
+    for parameter in made.parameters():  # so that every factor shows
+        parameter.data.mul_(3)
+    return made if scheme is None else tmoe.MoE.quantized(made, scheme)
+
+
+def tokens(rank: int) -> torch.Tensor:
+    """Uneven, and skewed towards what the router likes."""
+    torch.manual_seed(10 + rank)
+    return torch.randn(6 + 5 * rank, H) + torch.randn(H, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def model(rank: int, shape: tuple[int, ...], exchange: str, scheme: str | None) -> dict[str, Any]:
+    """A layer before it is rebalanced, after, and the whole one on this rank."""
+    names = ("e", "t")[: len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    old, new = placements(shape[0])
+    whole = layer(scheme).eval()
+    spread = parallelize(
+        torch.nn.Sequential(layer(scheme).eval()), mesh, ep="e", dp="e", placement=old,
+        tp="t" if len(shape) > 1 else None, exchange=exchange,
+    )  # fmt: skip
+    x = tokens(rank // shape[1] if len(shape) > 1 else rank)
+    before = spread(x)
+    moves = rebalance(spread, {"0.experts": new})["0.experts"]
+    after = spread(x)
+    return {
+        "sent": moves.sent, "whole": whole(x), "truth": layer(scheme).eval().double()(x.double())
+        if scheme is None else None, "before": before, "after": after,
+        "placement": spread[0].experts.parallel.placement == new,
+    }  # fmt: skip
+
+
+def not_now(rank: int, why: str) -> str:
+    """What `rebalance` says to a layer in training, or captured, on rank 1 alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("e",))
+    old, new = placements(dist.get_world_size())
+    spread = parallelize(layer().eval(), mesh, ep="e", dp="e", placement=old)
+    if rank == 1:
+        if why == "training":
+            spread.train()
+        elif why == "gradients":
+            spread.experts.down_proj.grad = torch.zeros_like(spread.experts.down_proj)
+        else:
+            spread.experts.parallel.captured = True
+    try:
+        rebalance(spread, new)
+    except ValueError as error:
+        assert spread.experts.parallel.placement == old
+        if rank == 1:
+            spread.eval().experts.down_proj.grad = None
+        rebalance(spread, new, captured_anew=True)
+        assert spread.experts.parallel.placement == new
+        return str(error)
+    return "no error"

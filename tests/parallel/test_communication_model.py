@@ -7,8 +7,9 @@ import json
 import pytest
 
 from bench import fit_communication as fitting
+from bench.communication import OPERATIONS as ALL
 from tests.parallel.communication_ranks import measure_two
-from tests.parallel.rank_processes import run_ranks
+from tests.parallel.ranks import ranks
 from tmoe.parallel.communication_model import (
     CONSTANTS,
     OPERATIONS,
@@ -53,9 +54,9 @@ def test_one_rank_exchanges_nothing():
 
 def test_more_bytes_and_slower_links_take_longer():
     slow = Cluster.of("H200", 8, 100)
-    for ranks in (2, 8, 16, 64):
-        span = H200.span(ranks)
-        times = [H200.gather("reduce_scatter", size, span).us for size in (1e3, 1e6, 1e8)]
+    for size in (2, 8, 16, 64):
+        span = H200.span(size)
+        times = [H200.gather("reduce_scatter", part, span).us for part in (1e3, 1e6, 1e8)]
         assert times == sorted(times) and times[0] < times[-1]
         assert slow.gather("reduce_scatter", 1e8, span).us >= times[-1]
     apart = H200.span(16)
@@ -107,11 +108,12 @@ def test_a_record_becomes_constants(tmp_path):
     assert found["source"]["kind"] == "measured" and "2 × NVIDIA H200" in found["source"]["what"]
 
 
-def test_what_is_measured_is_checked_and_recorded(tmp_path):
+def test_what_is_measured_is_checked_and_recorded():
     """The script that runs on GPUs, on two ranks of gloo."""
-    first, second = run_ranks(measure_two, 2, tmp_path)
+    with ranks(2) as two:
+        first, second = two.run(measure_two)
     rows = first["rows"]
-    assert [row["operation"] for row in rows[:4]] == [*OPERATIONS, "send_recv"]
+    assert [row["operation"] for row in rows[: len(ALL)]] == [*ALL]
     assert {row["bytes"] for row in rows} == {1024, 4096}
     assert all(row["us"] > 0 and row["gbs"] > 0 for row in rows)
     assert first["backend"] == "gloo" and first["ranks"] == first["ranks_per_host"] == 2

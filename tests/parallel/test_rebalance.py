@@ -6,93 +6,104 @@ import pytest
 import torch
 
 import tmoe
+from tests.checking import assert_matches
 from tests.parallel import rebalance_ranks
-from tests.parallel.rank_processes import run_ranks
-from tmoe.parallel.balance import balance
-from tmoe.parallel.placement import Placement
-from tmoe.parallel.rebalance import extra_bytes, move_experts
+from tests.parallel.ranks import ranks
+from tmoe.parallel import Placement, balance, rebalance
 from tmoe.parallel.rebalance_moves import Move, plan_moves
+from tmoe.parallel.rebalance_transfer import extra_bytes
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What each of four ranks found; all in one start, which is what takes the time."""
-    return run_ranks(rebalance_ranks.scenarios, 4, tmp_path_factory.mktemp("ranks"))
+def four():
+    with ranks(4) as started:
+        yield started
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "transposed", *rebalance_ranks.SCHEMES])
-def test_weights_arrive_bit_by_bit_and_in_place(ranks, kind):
-    assert all(found[kind]["right"] for found in ranks)
-    assert all(found[kind]["in place"] for found in ranks)  # so that CUDA graphs stay right
-    assert sum(found[kind]["moved"] for found in ranks) > 4
+def test_weights_arrive_bit_by_bit(four, kind):
+    """In place, so that nothing has to be allocated anew; and with the memory that was said, and
+    some kilobytes for words between ranks."""
+    answers = four.run(rebalance_ranks.move, kind)
+    assert sum(found["moved"] for found in answers) > 4
+    for found in answers:
+        assert found["right"] and found["in place"] and found["right again"]
+        most, allowed = found["memory"]
+        assert 0 < allowed <= most <= allowed + 2**13
 
 
-@pytest.mark.parametrize("kind", ["fp32", "transposed", "fp8_block"])
-def test_memory_is_what_was_said(ranks, kind):
-    """And some kilobytes for words between the ranks; a rank's whole experts would be more."""
-    for found in ranks:
-        most, allowed = found[kind]["memory"]
-        assert 0 < allowed <= most + 1 and most <= allowed + 2**13
-
-
-def test_tokens_are_right_before_and_after(ranks):
-    """Over four ranks, some experts on several, against one process with all of them."""
-    experts = rebalance_ranks.all_experts("fp32")
-    x, weights, ids = rebalance_ranks.tokens()
-    arguments = experts["gate_up_proj"], experts["down_proj"], weights, ids
-    single = tmoe.fused_experts(x, *arguments)
-    truth = tmoe.fused_experts(*(value.double() if value.is_floating_point() else value
-                                 for value in (x, *arguments)))  # fmt: skip
-    bound = 2 * (single.double() - truth).abs().max()
-    for found in ranks:
-        for output in found["outputs"]:
-            assert (output.double() - truth).abs().max() <= bound
-
-
-def test_it_can_go_back(ranks):
-    assert all(found["right again"] and found["back"] > 0 for found in ranks)
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("shape, scheme", [((4,), None), ((2, 2), None), ((4,), "fp8_channel")])
+def test_tokens_are_right_before_and_after(four, shape, exchange, scheme):
+    """Each rank with tokens of its own, some experts on several; beside the whole layer."""
+    for found in four.run(rebalance_ranks.model, shape, exchange, scheme):
+        assert found["sent"] > 0 and found["placement"]
+        for name in ("before", "after"):
+            if scheme is None:
+                assert_matches(found[name], found["truth"], found["whole"])
+            else:
+                torch.testing.assert_close(found[name], found["whole"])
 
 
 @pytest.mark.parametrize(
     "name, kind, words",
     [
-        ("another placement", "ValueError", "rank 2 must have {'new': "),
-        ("another dtype", "ValueError",
-         "rank 2 must have {'down_proj': ['plain', 'torch.float32 (64, 32)']}"),
-        ("gradients", "ValueError", "rank 2: move_experts: tensors['down_proj'] must be without"),
+        ("another placement", "RankMismatchError", "new placement is "),
+        ("another dtype", "RankMismatchError",
+         'format of down_proj is "plain float32" on rank 0, 1, 3 and "plain bfloat16" on rank 2'),
+        ("another size", "RankMismatchError",
+         "size of down_proj is [64, 32] on rank 0, 1, 3 and [64, 16] on rank 2"),
         ("too little memory", "ValueError", "rank 2: move_experts: max_extra_bytes must be at"),
-        ("other sizes", "ValueError",
+        ("fewer slots", "ValueError",
          "rank 2: move_experts: tensors['down_proj'] must be of 3 slots first, got (2, 64, 32)"),
         ("no memory", "RuntimeError", "rank 2: can't set aside memory for"),
         ("another number of ranks", "ValueError", "rank 0: move_experts: old must be of 4 ranks"),
     ],
 )  # fmt: skip
-def test_what_one_rank_cannot_do_none_does(ranks, name, kind, words):
+def test_what_one_rank_cannot_do_none_does(four, name, kind, words):
     """The same error on all ranks, with the number of the one, and nothing has changed anywhere."""
-    errors = [found["errors"][name] for found in ranks]
+    errors = four.run(rebalance_ranks.refused, name)
     assert len({(kind, text) for kind, text, _ in errors}) == 1
     assert errors[0][0] == kind and words in errors[0][1], errors[0][1]
     assert "the old placement stays" in errors[0][1]
     assert all(untouched for *_, untouched in errors)
 
 
-def test_a_group_of_some_ranks(ranks):
-    """EP13: sizes are the group's own, and who isn't a member is told so."""
-    assert ranks[1]["subgroup"] is True and ranks[3]["subgroup"] is True
-    assert "group must be one that this rank is a member of, got rank 2" in ranks[2]["subgroup"]
+@pytest.mark.parametrize(
+    "why, words",
+    [
+        ("training", "down_proj, gate_up_proj_bias, down_proj_bias are in training"),
+        ("gradients", "rank 1: down_proj are in training: an optimizer's state"),
+        ("captured", "rank 1: it was captured in a CUDA graph"),
+    ],
+)
+def test_training_and_captured_layers_are_refused(four, why, words):
+    for text in four.run(rebalance_ranks.not_now, why):
+        assert words in text
 
 
-def test_a_rank_that_dies_is_an_error_and_the_old_placement_stays(tmp_path):
-    """EP11: in time, with the name of the step and of the ranks that were waited for."""
-    (text, untouched), _ = run_ranks(rebalance_ranks.lose_a_rank, 2, tmp_path, killed=(1,))
-    assert "rank 0 waited for experts to or from ranks 1" in text and untouched
-    assert "the old placement stays" in text
+def test_a_group_of_some_ranks(four):
+    """EP13: sizes and ranks are the group's own."""
+    assert four.run(rebalance_ranks.subgroup) == [None, True, None, True]
 
 
-def test_without_ranks_there_is_an_error():
-    placement = Placement.contiguous(4, 1)
-    with pytest.raises(ValueError, match="group must be initialized"):
-        move_experts({"w": torch.zeros(4, 2)}, placement, placement)
+@pytest.mark.parametrize("when, words", [
+    ("before", "rank 1 didn't come to it within"),
+    ("in the exchange", "the exchange of ranks 0, 1 (gloo) failed on rank 0: rank 1 is gone"),
+])  # fmt: skip
+def test_a_rank_that_dies_is_an_error_and_the_old_placement_stays(when, words):
+    """EP11: in time, with the step and who is gone."""
+    with ranks(2, seconds=4) as two:
+        (first, _), (_, second) = two.answers(rebalance_ranks.lose_a_rank, when)
+    kind, text, untouched = first
+    assert second == "died" and kind == "RankLostError" and untouched
+    assert words in text and "layers.7" in text and "the old placement stays" in text
+
+
+def test_what_is_no_layer_of_several_ranks_is_refused():
+    layer = rebalance_ranks.layer()
+    with pytest.raises(ValueError, match="model must be one with layers that parallelize made"):
+        rebalance(layer, Placement.contiguous(10, 2))
 
 
 def test_moves_are_those_that_are_needed():

@@ -1,11 +1,13 @@
 """Layers over several devices, with `torch.distributed`: where experts are, and who sends what."""
 
+from .balance import balance, balance_groups
 from .choose import ExchangeDecision
 from .expert_parallel import ExpertParallel, fixed_tokens
 from .faults import RankLostError, RankMismatchError
 from .layout import Layout
 from .parallelize import parallelize
 from .placement import Placement
+from .rebalance import rebalance
 
 __all__ = [
     "ExchangeDecision",
@@ -14,6 +16,9 @@ __all__ = [
     "Placement",
     "RankLostError",
     "RankMismatchError",
+    "balance",
+    "balance_groups",
     "fixed_tokens",
     "parallelize",
+    "rebalance",
 ]

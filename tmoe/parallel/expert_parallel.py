@@ -75,12 +75,20 @@ class ExpertParallel:
             **words, **layout.words, "placement": placement.fingerprint,
             "exchange": exchange or "chosen", "tmoe": __version__, "torch": torch.__version__,
         }  # fmt: skip
+        self.captured = False  # whether a CUDA graph has this placement in it
         self._agreed: set[tuple[Any, ...]] = set()
         self._hashes: dict[tuple[Any, ...], int] = {}
         self._dropped: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         return self  # process groups can't be copied, and a copy of the layer may share the rest
+
+    def set_placement(self, placement: Placement) -> None:
+        """After the weights were moved, on all ranks."""
+        self.placement, self.captured = placement, False
+        self.words["placement"] = placement.fingerprint
+        self._agreed.clear()
+        self._hashes.clear()
 
     def run(
         self,
@@ -93,6 +101,8 @@ class ExpertParallel:
         """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, rounded by the
         caller, and what `beside` returned: it is called while tokens are under way."""
         weights = topk_weights.to(wide(x.dtype))
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.captured = True
         fixed, slot_by_slot = _fixed.get(), current().deterministic
         call = self._words_of(x, weights, topk_ids, fixed)
         if fixed is not None or self._asks_nothing(x):

@@ -34,6 +34,15 @@ def agree(
         RankMismatchError: what is different, and on which ranks.
         RankLostError: who did not say anything within the group's time-out.
     """
+    differs = differences(ranks, said_by_all(handle, ranks, rank, number, what, mine))
+    if differs:
+        raise RankMismatchError(f"tmoe.parallel: {what}: {differs}")
+
+
+def said_by_all(
+    handle: Any, ranks: Sequence[int], rank: int, number: str, what: str, mine: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What each rank of the group says, as JSON has it. Raises ``RankLostError`` as `agree`."""
     store = _store(handle)
     prefix = f"tmoe/{number}"
     store.set(f"{prefix}/{rank}", json.dumps(mine))
@@ -44,10 +53,7 @@ def agree(
             f"tmoe.parallel: rank {ranks[rank]} is about to run {what} ({_words(mine)}); rank "
             f"{others} didn't come to it within {time_out(handle)}"
         )
-    said = [json.loads(store.get(f"{prefix}/{other}")) for other in range(len(ranks))]
-    differs = differences(ranks, said)
-    if differs:
-        raise RankMismatchError(f"tmoe.parallel: {what}: {differs}")
+    return [json.loads(store.get(f"{prefix}/{other}")) for other in range(len(ranks))]
 
 
 def differences(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> str:

@@ -70,12 +70,12 @@ class Pending:
         """On a GPU this makes the stream wait, not the host."""
         work, self.work = self.work, None
         if work is not None:
-            with _naming(self.group, self.step):
+            with naming(self.group, self.step):
                 work.wait()
 
 
 @contextmanager
-def _naming(group: Group, step: str) -> Iterator[None]:
+def naming(group: Group, step: str) -> Iterator[None]:
     """Say of torch's errors which step failed and who did not take part in it."""
     try:
         yield
@@ -94,7 +94,7 @@ def all_gather(x: Tensor, group: Group, step: str, pending: Pending | None = Non
         return x
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     if x.numel() > 0:
-        with _naming(group, step):
+        with naming(group, step):
             work = _all_gather(
                 out, x.contiguous(), group=group.handle, async_op=pending is not None
             )
@@ -109,7 +109,7 @@ def reduce_scatter(x: Tensor, group: Group, step: str) -> Tensor:
         return x
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     if x.numel() > 0:
-        with _naming(group, step):
+        with naming(group, step):
             _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
@@ -117,7 +117,7 @@ def reduce_scatter(x: Tensor, group: Group, step: str) -> Tensor:
 def all_reduce(x: Tensor, group: Group, step: str, pending: Pending | None = None) -> Tensor:
     """The sum over ranks, in place."""
     if group.handle is not None and x.numel() > 0:
-        with _naming(group, step):
+        with naming(group, step):
             work = dist.all_reduce(x, group=group.handle, async_op=pending is not None)
         if pending is not None:
             pending.work = work
@@ -136,7 +136,7 @@ def all_to_all(
     if group.handle is None:
         return x
     out = x.new_empty(sum(receive), *x.shape[1:])
-    with _naming(group, step):
+    with naming(group, step):
         work = dist.all_to_all_single(
             out, x.contiguous(), list(receive), list(send), group=group.handle,
             async_op=pending is not None,

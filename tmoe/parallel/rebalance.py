@@ -1,229 +1,115 @@
-"""Move experts from the ranks that hold them to those that shall, while a model is in use.
+"""`rebalance`: give the expert layers of a model other placements, while the model is in use.
 
-    1. agree     every rank says what it holds and wants; a difference is an error on all of them
-    2. set aside memory for what arrives, and for what changes slots within a rank
-    3. exchange  codes, scales and biases, byte by byte, from rank to rank
-    4. agree     that everyone has everything
-    5. write     into the slots, in place: a copy within the device, which sends nothing
+    loads = load.all_reduce()                             # of each router, see tmoe.watch_load
+    new = balance(loads, 8, redundant=2, current=layer.experts.parallel.placement)
+    rebalance(model, {"layers.3.mlp.experts": new})       # on all ranks, between two steps
 
-Until 5. nothing is written: where any rank fails before, all keep the old placement, and whoever
-can still speak raises an error that names it. Tokens are computed before or after, never between,
-since all ranks are inside this function from 1. to 5. Addresses stay the same, and with them CUDA
-graphs that were captured. What is set aside is freed when a layer is done, so that a model with
-many layers needs the extra memory of one.
+Layer by layer, each whole or not at all. Weights stay where they are in memory, with other experts
+in them; what is computed from them elsewhere (layouts that `tmoe.prepare` made) is dropped, and a
+warning says so at the next call. A CUDA graph has the routes of the old placement in it: a layer
+that was captured isn't moved unless the caller promises to capture anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checks import expect, expect_type
-from ..formats import QuantizedTensor
+from .modules import ParallelExperts
 from .placement import Placement
-from .rebalance_moves import Move, Moves, plan_moves
+from .rebalance_moves import Moves
+from .rebalance_transfer import move_experts
 
-OP = "move_experts"
-ROUND = 64  # moves whose messages are under way at once
-
-
-def extra_bytes(tensors: Mapping[str, Tensor], moves: Moves, rank: int) -> int:
-    """What `move_experts` sets aside on `rank`: its experts that arrive or change slots, and a copy
-    of those that leave where an expert's weights aren't contiguous."""
-    arriving, leaving, total = len(moves.into(rank)), len(moves.out_of(rank)), 0
-    for part in _parts(tensors):
-        times = arriving if part[0].is_contiguous() else arriving + leaving
-        total += times * part[0].nbytes
-    return total
+OP = "rebalance"
 
 
-@torch.no_grad()
-def move_experts(
-    tensors: Mapping[str, Tensor],
-    old: Placement,
-    new: Placement,
+def rebalance(
+    model: nn.Module,
+    placement: Placement | Mapping[str, Placement],
     *,
-    group: dist.ProcessGroup | None = None,
     max_extra_bytes: int | None = None,
-) -> Moves:
-    """Bring one layer's weights from `old` to `new`; all ranks of `group` call it.
+    captured_anew: bool = False,
+) -> dict[str, Moves]:
+    """Move experts between the ranks of layers that `parallelize` made. A collective call.
 
     Args:
-        tensors: by name, this rank's slots along their first dimension: weights, plain or
-            `QuantizedTensor`, biases, scales of each expert. Written in place.
-        old: where the experts are. new: where they shall be, with the same slots per rank.
-        group: the ranks of the placement; all ranks if None. They wait for one another.
-        max_extra_bytes: refuse, on all ranks, to set aside more than that on any.
+        model: has the layers, or is one.
+        placement: the new one, for all layers or by the names of some; with as many slots on each
+            rank as the layer has now.
+        max_extra_bytes: refuse to set aside more than that on any rank; None: what it takes.
+        captured_anew: CUDA graphs that contain these layers aren't replayed any more.
 
-    Returns what was moved. Raises, on all ranks and with nothing changed:
-        ValueError: ranks that differ in placement or tensors, tensors that don't fit the placement
-            or need gradients (an optimizer's state would stay with the wrong expert), too little
-            memory allowed.
-        RuntimeError: a rank that has no memory left or that was lost.
+    Returns for each layer what was moved. Layers that come before one that fails have their new
+    placement, on all ranks; that one and those after it have the old one.
+
+    Raises:
+        ValueError: on all ranks: no such layers, a placement that doesn't fit, a layer in training
+            (its optimizer's state would stay with the wrong experts), one that was captured, too
+            little memory allowed. RankMismatchError: ranks want different things. RankLostError: a
+            rank is gone. RuntimeError: a rank has no memory left.
     """
-    rank, size = _group(group)
-    problem, moves = None, Moves(())
-    try:
-        moves = _checked(tensors, old, new, rank, size)
-        need = extra_bytes(tensors, moves, rank)
-        fits = max_extra_bytes is None or need <= max_extra_bytes
-        wanted = f"at least {need:,} bytes, for {len(moves.into(rank))} experts"
-        expect(fits, OP, "max_extra_bytes", wanted, max_extra_bytes)
-    except (ValueError, TypeError) as error:
-        problem = str(error)
-    _agree(problem, ValueError, group, _facts(tensors, old, new) if problem is None else {})
-    parts = _parts(tensors)
-    arriving = moves.into(rank)
-    leaving: list[tuple[Move, list[Tensor]]] = []
-    aside: list[list[Tensor]] = []
-    problem = None
-    try:
-        aside = [_set_aside(parts, move) for move in arriving]
-        leaving = [
-            (move, [_bytes(part[move.source_slot]) for part in parts])
-            for move in moves.out_of(rank)
-        ]
-    except RuntimeError as error:  # of the allocator
-        problem = f"can't set aside memory for {len(arriving)} experts: {error}"
-    _agree(problem, RuntimeError, group)
-    _exchange(moves, rank, leaving, dict(zip(arriving, aside, strict=True)), group)
-    _agree(None, RuntimeError, group)
-    for move, own in zip(arriving, aside, strict=True):
-        for part, value in zip(parts, own, strict=True):
-            part[move.target_slot].copy_(value)
-    return moves
+    expect_type(model, nn.Module, OP, "model")
+    layers = {
+        name: module for name, module in model.named_modules()
+        if isinstance(module, ParallelExperts)
+    }  # fmt: skip
+    expect(bool(layers), OP, "model", "one with layers that parallelize made", type(model).__name__)
+    wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
+    unknown = sorted(set(wanted) - set(layers))
+    expect(not unknown, OP, "placement", f"for layers of {', '.join(layers)}", unknown)
+    found = {}
+    for name, layer in layers.items():
+        if name in wanted:
+            found[name] = _rebalance(layer, name, wanted[name], max_extra_bytes, captured_anew)
+    return found
 
 
-def _group(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(f"{OP}: group must be initialized: call torch.distributed first, got none")
-    rank = dist.get_rank(group)
-    expect(rank >= 0, OP, "group", "one that this rank is a member of", f"rank {dist.get_rank()}")
-    return rank, dist.get_world_size(group)
-
-
-def _checked(
-    tensors: Mapping[str, Tensor], old: Placement, new: Placement, rank: int, size: int
+def _rebalance(
+    layer: ParallelExperts,
+    name: str,
+    new: Placement,
+    max_extra_bytes: int | None,
+    captured_anew: bool,
 ) -> Moves:
-    moves = plan_moves(old, new)
-    expect(old.num_ranks == size, OP, "old", f"of {size} ranks, those of the group", old.num_ranks)
-    slots = old.counts[rank]
-    for name, tensor in tensors.items():
-        arg = f"tensors[{name!r}]"
-        expect_type(tensor, Tensor, OP, arg)
-        wanted = "without gradients: an optimizer's state wouldn't move along; call .detach() first"
-        expect(not tensor.requires_grad, OP, arg, wanted, "requires_grad=True")
-        shape = tuple(tensor.shape)
-        expect(len(shape) >= 1 and shape[0] == slots, OP, arg, f"of {slots} slots first", shape)
-        for part in tensor.parts() if isinstance(tensor, QuantizedTensor) else []:
-            wanted = f"with a scale for each of its {slots} experts"
-            fits = part.ndim >= 1 and len(part) == slots
-            expect(fits, OP, arg, wanted, tuple(part.shape))
+    parallel = layer.parallel
+    layout = parallel.layout
+    moves = move_experts(
+        slots_of_layer(layer), parallel.placement, new,
+        group=layout.experts, everyone=layout.everyone, max_extra_bytes=max_extra_bytes,
+        name=name or type(layer).__name__, problem=_why_not(layer, captured_anew),
+    )  # fmt: skip
+    parallel.set_placement(new)
     return moves
 
 
-def _facts(tensors: Mapping[str, Tensor], old: Placement, new: Placement) -> dict[str, Any]:
-    """What has to be the same on all ranks."""
-    facts: dict[str, Any] = {"old": old.fingerprint, "new": new.fingerprint}
-    for name, tensor in tensors.items():
-        parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else [tensor]
-        kind = tensor.format if isinstance(tensor, QuantizedTensor) else "plain"
-        facts[name] = [kind, *(f"{part.dtype} {tuple(part.shape[1:])}" for part in parts)]
-    return facts
+def slots_of_layer(layer: ParallelExperts) -> dict[str, Tensor]:
+    """What belongs to single experts, one for each slot of this rank."""
+    first = layer._first
+    names = (first, f"{first}_bias", "down_proj", "down_proj_bias", "input_scale", "hidden_scale")
+    tensors = {name: getattr(layer, name) for name in names}
+    return {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor is not None and not (name.endswith("_scale") and tensor.numel() == 1)
+    }
 
 
-def _agree(
-    problem: str | None,
-    kind: type[ValueError] | type[RuntimeError],
-    group: dist.ProcessGroup | None,
-    facts: dict[str, Any] | None = None,
-) -> None:
-    """Tell all ranks this one's problem, and hear theirs. Any problem is an error on each of them;
-    so is a rank whose facts aren't those of most."""
-    size = dist.get_world_size(group)
-    heard: list[Any] = [None] * size
-    try:
-        dist.all_gather_object(heard, (problem, facts), group=group)
-    except RuntimeError as error:
-        raise _lost(error) from error
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(heard) if text]
-    if problems:
-        raise kind(f"{OP}: nothing was moved, the old placement stays. {'; '.join(problems)}")
-    votes = [repr(their) for _, their in heard]
-    usual = max(dict.fromkeys(votes), key=votes.count)
-    common = heard[votes.index(usual)][1]
-    for rank, (_, their) in enumerate(heard):
-        if their != common:
-            keys = [key for key in {**common, **their} if common.get(key) != their.get(key)]
-            got = {key: their.get(key) for key in keys}
-            wanted = {key: common.get(key) for key in keys}
-            raise kind(
-                f"{OP}: nothing was moved, the old placement stays. rank {rank} must have "
-                f"{wanted} as the others, got {got}"
-            )
-
-
-def _lost(error: RuntimeError, waiting_for: str = "all ranks") -> RuntimeError:
-    return RuntimeError(
-        f"{OP}: rank {dist.get_rank()} waited for {waiting_for}, and one of them was lost or too "
-        f"late ({error}). Nothing was moved here, the old placement stays"
-    )
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Plain tensors: codes, scales and global scales one by one."""
-    return [
-        part
-        for tensor in tensors.values()
-        for part in (tensor.parts() if isinstance(tensor, QuantizedTensor) else [tensor])
+def _why_not(layer: ParallelExperts, captured_anew: bool) -> str | None:
+    trained = [
+        name
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is not None or (layer.training and parameter.requires_grad)
     ]
-
-
-def _set_aside(parts: list[Tensor], move: Move) -> list[Tensor]:
-    """What arrives from the same rank, or space for what will from another."""
-    if move.is_local:
-        return [part[move.source_slot].clone() for part in parts]
-    return [torch.empty(part.shape[1:], dtype=part.dtype, device=part.device) for part in parts]
-
-
-def _bytes(value: Tensor) -> Tensor:
-    """As bytes, which every backend sends, whatever the dtype; a view where it is contiguous."""
-    return value.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _exchange(
-    moves: Moves,
-    rank: int,
-    leaving: list[tuple[Move, list[Tensor]]],
-    aside: dict[Move, list[Tensor]],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Send and receive, in rounds that are the same on all ranks, so that no two wait crosswise."""
-    values = dict(leaving)
-    between = [move for move in moves.moves if not move.is_local]
-    for start in range(0, len(between), ROUND):
-        calls, peers = [], set()
-        direction: Any
-        for move in between[start : start + ROUND]:
-            if rank == move.source:
-                other, direction, own = move.target, dist.isend, values[move]
-            elif rank == move.target:
-                own = [_bytes(value) for value in aside[move]]
-                other, direction = move.source, dist.irecv
-            else:
-                continue
-            peers.add(other)
-            peer = other if group is None else dist.get_global_rank(group, other)
-            calls += [dist.P2POp(direction, value, peer, group) for value in own if len(value)]
-        if not calls:
-            continue
-        try:
-            for work in dist.batch_isend_irecv(calls):
-                work.wait()
-        except RuntimeError as error:
-            names = ", ".join(map(str, sorted(peers)))
-            raise _lost(error, f"experts to or from ranks {names}") from error
+    if trained:
+        return (
+            f"{', '.join(trained)} are in training: an optimizer's state would stay with other "
+            "experts; call .eval() and zero_grad() first, or requires_grad_(False)"
+        )
+    if layer.parallel.captured and not captured_anew:
+        return (
+            "it was captured in a CUDA graph, which has the old routes in it; drop the graph and "
+            "say captured_anew=True"
+        )
+    return None

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .balance_replicas import replica_of
 from .placement import Placement
 
 
@@ -37,8 +38,8 @@ def tables(placement: Placement, device: torch.device) -> Tables:
 def slots_of(topk_ids: Tensor, placement: Placement, turn: Callable[[], Tensor]) -> Tensor:
     """(T, K) experts -> (T, K) slots; for -1 and ids that no expert has, what no slot has.
 
-    Of an expert with replicas, tokens take them in turn: token t the one with the number
-    ``turn()[t]`` modulo their count.
+    Of an expert with replicas, each token takes one by its number, ``turn()[t]``, as
+    `balance_replicas.replica_of` has it.
     """
     if placement.in_order:
         return topk_ids
@@ -48,7 +49,7 @@ def slots_of(topk_ids: Tensor, placement: Placement, turn: Callable[[], Tensor])
     if not placement.has_replicas:
         slots = table.slots[:, 0][ids]
     else:
-        slots = table.slots[ids, turn()[:, None] % table.replicas[ids]]
+        slots = table.slots[ids, replica_of(turn()[:, None], ids, table.replicas[ids])]
     return slots.masked_fill(~known, -1).to(topk_ids.dtype)
 
 
