@@ -55,7 +55,8 @@ def recorded_points(record: dict[str, Any]) -> dict[str, list[Point]]:
     found: dict[str, list[Point]] = {name: [] for name in OPERATIONS}
     for row in record["rows"]:
         if row["operation"] in found:
-            found[row["operation"]].append((row["bytes"] * (n - 1) / n, row["us"]))
+            passes = 2 if row["operation"] == "all_reduce" else 1
+            found[row["operation"]].append((passes * row["bytes"] * (n - 1) / n, row["us"]))
     return found
 
 

@@ -93,7 +93,7 @@ def test_slow_networks_keep_groups_inside_a_node():
     fast = plan(DEEPSEEK, 64, H200, tokens=1024, scheme="fp8_block")
     slow = plan(DEEPSEEK, 64, Cluster.of("H200", 8, 25), tokens=1024, scheme="fp8_block")
     across = {str(found.layout): found for found in slow.ranked}["EP64"]
-    assert "network" in across.bound and "network" in slow.reason
+    assert "network" in across.bound
     assert slow.ranked[0].layout.tp * slow.ranked[0].layout.ep == 8
     assert across.us > {str(found.layout): found for found in fast.ranked}["EP64"].us
 
@@ -120,15 +120,14 @@ def test_copies_help_where_routing_is_skewed():
         return next(found for found in ranked if str(found.layout) == "EP32")
 
     skewed, copied = ep32(best(routing="zipf")), ep32(best(routing="zipf", redundant=1))
-    assert copied.us < 0.4 * skewed.us
+    assert copied.compute.us < 0.35 * skewed.compute.us and copied.us < 0.7 * skewed.us
     assert copied.experts_gb == pytest.approx(skewed.experts_gb * 9 / 8)
 
 
 @pytest.mark.parametrize(
     "layout, words",
     [
-        ("TP64", "TP 64 leaves an expert 32 columns, which cuts fp8_block's scale blocks of 128; "
-         "possible: TP 1, 2, 4, 8, 16"),
+        ("TP64", "tp must be at most 16: I=2048 is 16 units of 128 numbers, which share a scale"),
         ("DP64", "needs 654.1 GB of experts, 34.2 of other weights"),
     ],
 )  # fmt: skip
@@ -142,16 +141,16 @@ def test_what_cannot_be_says_why_with_numbers(deepseek, layout, words):
     "name, gpus, options, words",
     [
         ("olmoe", 128, {}, "EP 128 is more than the 64 experts"),
-        ("gpt-oss-120b", 128, {}, "an expert's 2880 columns can't be divided by TP 128"),
         ("gpt-oss-120b", 4, {"scheme": "mxfp4_a16"}, None),
-        ("gpt-oss-120b", 64, {"scheme": "mxfp4_a16"}, "45 columns, which cuts mxfp4_a16's scale"),
+        ("gpt-oss-120b", 128, {"scheme": "mxfp4_a16"}, "at most 90: I=2880 is 90 units of 32"),
+        ("gpt-oss-120b", 4, {"scheme": "fp8_block"}, "gate and up share a block of scales"),
         ("mixtral-8x7b", 8, {"redundant": 5}, "5 redundant slots are more than the 4 experts of"),
     ],
 )
 def test_other_refusals(name, gpus, options, words):
     found = plan(known_model(name), gpus, H200, **options)
     if words is None:
-        assert found.ranked and not any("columns" in why for why in found.refused.values())
+        assert not found.refused
     else:
         assert any(words in why for why in found.refused.values()), found.refused
 
@@ -214,7 +213,7 @@ def test_the_command_prints_ranking_and_reason():
         "deepseek-v3, fp8_block, random routing: 64 × H200, NVLink of 8, 400 Gbit/s" in done.output
     )
     assert "reading weights" in done.output and "most of it" in done.output
-    assert "can't be  TP64: TP 64 leaves an expert 32 columns" in done.output
+    assert "can't be  TP64: parallelize: tp must be at most 16: I=2048" in done.output
     assert "known     kernels: measured" in done.output and "DeepEP" in done.output
 
 

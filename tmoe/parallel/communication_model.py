@@ -5,6 +5,7 @@
 A group of n ranks is spread over m nodes, NVLink domains, with p = n / m ranks on each. Per rank:
 
     all_gather, reduce_scatter    NVLink (n - 1) b     network (n - p) b / p
+    all_reduce                    one of each          b is an n-th of what is added up
     all_to_all                    NVLink (p - 1) c     network (n - p) c
 
 b bytes are what a rank contributes, or keeps; c what it has for each other rank. Gathering brings
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 from ..checks import expect, expect_type
 
 CONSTANTS = Path(__file__).parent / "communication.json"
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ class Transfer:
         """What takes longest: "start", "NVLink" or "network"."""
         named = {"start": self.start_us, "NVLink": self.nvlink_us, "network": self.network_us}
         return max(named, key=named.__getitem__)
+
+    def after(self, us: float) -> Transfer:
+        """With a later start."""
+        return replace(self, us=self.us + us, start_us=self.start_us + us)
 
     def __add__(self, other: Transfer) -> Transfer:
         """One after the other."""
@@ -118,7 +123,7 @@ class Cluster:
 
     def gather(self, operation: str, part_bytes: float, span: Span) -> Transfer:
         """`all_gather` of `part_bytes` from each rank, or `reduce_scatter` that leaves each rank
-        `part_bytes`."""
+        `part_bytes`; half of an `all_reduce`."""
         n, m, p = span.ranks, span.nodes, span.per_node
         if n == 1:
             return NOTHING
@@ -128,6 +133,12 @@ class Cluster:
         nvlink = (n - 1) * part_bytes / self._nvlink_bytes_per_us(operation) if p > 1 else 0.0
         network = (n - p) * part_bytes / p / self._network_bytes_per_us
         return Transfer(start + max(nvlink, network), start, nvlink, network)
+
+    def all_reduce(self, whole_bytes: float, span: Span) -> Transfer:
+        """`whole_bytes` on each rank, added up on all of them."""
+        once = self.gather("all_reduce", whole_bytes / span.ranks, span)
+        nvlink, network = 2 * once.nvlink_us, 2 * once.network_us
+        return Transfer(once.start_us + max(nvlink, network), once.start_us, nvlink, network)
 
     def all_to_all(self, near_bytes: float, far_bytes: float, span: Span) -> Transfer:
         """near_bytes: that a rank sends to others of its node; far_bytes: to other nodes."""

@@ -1,18 +1,17 @@
 """A layout's time and memory: the cost model of a rank, and what its ranks send one another.
 
-GPUs are numbered node by node. `tp` neighbours share every expert's slices; `ep` such groups, side
-by side, divide the experts; `dp` of these, each with all experts, go their own ways. Every GPU
-brings T tokens of its own to the layer and takes their outputs from it, so that all layouts compute
-the same T · gpus tokens. Exchanges:
+GPUs are numbered node by node. `tp` neighbours have a part of every expert's width each, and the
+same tokens; `ep` such groups, side by side, divide the experts, each with tokens of its own; `dp`
+of these, each with all experts, go their own ways. There are T tokens for each GPU, so T · tp for
+each group of tp, and all layouts compute the same T · gpus tokens. Exchanges:
 
-    all_gather    all tokens to all tp · ep ranks, reduce_scatter of their partial sums
-    all_to_all    each token to the ranks with its experts, and the sums back; within the tp ranks
-                  all_gather of what arrived, and reduce_scatter before it goes back
+    all_gather    all tokens to all ep ranks, reduce_scatter of their sums
+    all_to_all    each token to the ranks with its experts, and the sums back
     deepep        for comparison, not tmoe's own: a token goes to each node once, and from there
                   over NVLink, which is what node-limited routing (DeepSeek's groups) is for
 
-Rows go as the scheme quantises them, with ids and weights, and come back in bf16. Nothing is
-overlapped, and attention, router and shared experts aren't counted.
+and with tp an all_reduce of the sums in each. Tokens go in bf16 with ids and weights, sums come
+back in fp32. Nothing is overlapped, and attention, router and shared experts aren't counted.
 """
 
 from __future__ import annotations
@@ -21,21 +20,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..bench.cases import multiplies_fp8
 from ..bench.cost_model import Prediction, RankLayer, fitted, predict_with, weight_bytes
 from ..bench.loads import Load, chances
 from ..bench.roofline import ROOFS, Roof
 from ..checks import expect
+from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
-from ..parallel.communication_model import NOTHING, Cluster, Transfer, gpu_named
+from ..parallel.choose import KERNEL
+from ..parallel.communication_model import Cluster, Transfer, gpu_named
+from ..parallel.shard import width_parts
 from .models import PlanModel
 from .traffic import chance_of_any
 
 MEASURED = "H200"  # the GPU whose kernels were timed
 NOT_OURS = ("deepep",)
-BACK = 2  # bytes of an output's value on its way back
+SENT, BACK = 2, 4  # bytes of a value on its way to experts, and of a sum on its way back
+KERNELS = {"all_gather": 2, "all_to_all": 25, "deepep": 2}  # small ones; `parallel.choose` counts
 ROUTE = 8  # bytes of an expert's id and weight
 RESERVE_GB = 4.0  # CUDA, NCCL and PyTorch; the rest is weights, tokens and the KV cache
 
@@ -119,39 +123,35 @@ def layouts(gpus: int) -> Iterator[Layout]:
 
 def why_not(layout: Layout, ask: Question) -> str | None:
     """Why a layout can't be, with the numbers, memory aside; None if it can."""
-    shape, tp, ep = ask.model.shape, layout.tp, layout.ep
-    E, I = shape.num_experts, shape.intermediate
-    if I % tp:
-        return f"an expert's {I} columns can't be divided by TP {tp}"
-    if block := scale_block(ask.scheme):
-        if I // tp % block:
-            legal = [n for n in range(1, I // block + 1) if I % (n * block) == 0]
-            return (
-                f"TP {tp} leaves an expert {I // tp} columns, which cuts {ask.scheme}'s scale "
-                f"blocks of {block}; possible: TP {', '.join(map(str, legal))}"
-            )
-    if ep > E:
-        return f"EP {ep} is more than the {E} experts"
-    most = E - -(-E // ep)
+    E = ask.model.shape.num_experts
+    try:
+        widest_part(ask.model.shape, ask.scheme, layout.tp)
+    except ValueError as error:
+        return str(error)
+    if layout.ep > E:
+        return f"EP {layout.ep} is more than the {E} experts"
+    most = E - -(-E // layout.ep)
     if ask.redundant > most:
         return f"{ask.redundant} redundant slots are more than the {most} experts of other ranks"
     return None
 
 
-def scale_block(scheme: str) -> int | None:
-    """The columns of an expert that share a scale, so that ranks can't divide them."""
-    if scheme == "bf16":
-        return None
-    rows, columns = SCHEMES[scheme].weights[0].block_shape
-    both = [size for size in (rows, columns) if size is not None and size > 1]
-    return max(both, default=2 if SCHEMES[scheme].weights[0].format.is_packed else None)
+def widest_part(shape: MoEShape, scheme: str, tp: int) -> int:
+    """Columns of an expert on the rank of `tp` with most. Raises ``ValueError`` as `parallelize`
+    does where parts would cut a block of scales."""
+    size = (1, shape.hidden, shape.intermediate)
+    down: Tensor = torch.empty(size, device="meta")
+    if scheme != "bf16":
+        down = SCHEMES[scheme].weights[0].empty(size, device="meta")
+    return max(end - start for start, end in width_parts(down, tp, gated_apart=True))
 
 
 def estimate(layout: Layout, ask: Question) -> Estimate:
     """Time and memory of a layout that can be."""
     model, shape = ask.model, ask.model.shape
-    group = layout.tp * layout.ep
-    layer = RankLayer(shape, ask.tokens * group, ask.scheme, ask.routing, layout.tp, layout.ep)
+    group, width = layout.tp * layout.ep, widest_part(shape, ask.scheme, layout.tp)
+    widened = replace(shape, intermediate=width * layout.tp)  # where parts differ
+    layer = RankLayer(widened, ask.tokens * group, ask.scheme, ask.routing, layout.tp, layout.ep)
     load = busiest_load(layer, ask.redundant)
     compute = predict_with(
         fitted()[ask.scheme], layer, roof(ask.cluster.gpu.name, ask.scheme), load
@@ -160,11 +160,10 @@ def estimate(layout: Layout, ask: Question) -> Estimate:
     ours = [choice for choice in choices if choice not in NOT_OURS]
     name = min(ours, key=lambda choice: choices[choice].us)
     slots = -(-shape.num_experts // layout.ep) + (ask.redundant if layout.ep > 1 else 0)
-    per_expert = 3 * shape.hidden * shape.intermediate * weight_bytes(shape, ask.scheme)
-    experts = slots * per_expert / layout.tp * model.layers
+    experts = 3 * slots * shape.hidden * width * weight_bytes(shape, ask.scheme) * model.layers
     other = 2 * model.other / layout.tp
-    rows = load.rows * (2 * shape.intermediate / layout.tp + shape.hidden)
-    tokens = 2 * (rows + 2 * ask.tokens * group * shape.hidden)
+    rows = load.rows * (2 * width + shape.hidden)
+    tokens = 2 * rows + (SENT + BACK) * ask.tokens * group * shape.hidden
     left = 1e9 * (ask.cluster.gpu.memory_gb - ask.reserve_gb) - experts - other - tokens
     return Estimate(
         layout, name, compute.us + choices[name].us, compute, choices[name],
@@ -188,48 +187,33 @@ def busiest_load(layer: RankLayer, redundant: int = 0) -> Load:
 
 def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
     """The time of each exchange that the layout can have."""
-    model, cluster = ask.model, ask.cluster
-    H, K, T = model.shape.hidden, model.shape.top_k, ask.tokens
-    sent, back = row_bytes(model, ask.scheme), BACK * H
-    group = layout.tp * layout.ep
-    if group == 1:
-        return {"none": NOTHING}
-    together = cluster.span(group)
+    model, cluster, tp, ep = ask.model, ask.cluster, layout.tp, layout.ep
+    E, K, tokens = model.shape.num_experts, model.shape.top_k, ask.tokens * tp
+    sent, back = SENT * model.shape.hidden + ROUTE * K, BACK * model.shape.hidden
+    summed = cluster.all_reduce(tokens * back, cluster.span(tp))
+    if ep == 1:
+        return {"none" if tp == 1 else "all_reduce": summed}
+    span = cluster.span(ep, tp)
     found = {
-        "all_gather": cluster.gather("all_gather", T * sent, together)
-        + cluster.gather("reduce_scatter", T * back, together)
+        "all_gather": cluster.gather("all_gather", tokens * sent, span)
+        + cluster.gather("reduce_scatter", tokens * back, span)
     }
-    if layout.ep == 1:
-        return found
-    span = cluster.span(layout.ep, layout.tp)
-    E = model.shape.num_experts
-    hit = chance_of_any(E, K, layout.ep, model.n_group, model.topk_group)
-    busiest = max(1.0, load.rows * layout.ep / (T * group * K))
-    near = T * hit * (span.per_node - 1) * busiest
-    far = T * hit * (layout.ep - span.per_node) * busiest
-    arrived = T * hit * layout.ep * busiest
-    within = cluster.span(layout.tp)
-    found["all_to_all"] = (
-        cluster.all_to_all(near * sent, far * sent, span)
-        + cluster.gather("all_gather", arrived * sent, within)
-        + cluster.gather("reduce_scatter", arrived * back, within)
-        + cluster.all_to_all(near * back, far * back, span)
+    hit = chance_of_any(E, K, ep, model.n_group, model.topk_group)
+    busiest = max(1.0, load.rows / (tokens * K))  # its rows over those of a rank on average
+    near, far = (tokens * hit * busiest * n for n in (span.per_node - 1, ep - span.per_node))
+    found["all_to_all"] = cluster.all_to_all(near * sent, far * sent, span) + cluster.all_to_all(
+        near * back, far * back, span
     )
-    if span.nodes > 1 and layout.tp == 1:
+    if span.nodes > 1:
         node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
-        once, inside = T * node * (span.nodes - 1) * busiest, arrived - T * hit * busiest
+        once, inside = tokens * node * (span.nodes - 1) * busiest, near + far
         found["deepep"] = cluster.all_to_all(inside * sent, once * sent, span) + cluster.all_to_all(
             inside * back, once * back, span
         )
-    return found
-
-
-def row_bytes(model: PlanModel, scheme: str) -> float:
-    """Of a token on its way to experts: its values as the scheme has them, ids and weights."""
-    H = model.shape.hidden
-    recipe = None if scheme == "bf16" else SCHEMES[scheme].inputs
-    bits = 16.0 if recipe is None else recipe.format.bits_per_value((1, H), recipe.block_shape)
-    return H * bits / 8 + ROUTE * model.shape.top_k
+    return {
+        name: transfer.after(KERNELS[name] * 1e6 * KERNEL) + summed
+        for name, transfer in found.items()
+    }
 
 
 def roof(gpu: str, scheme: str) -> Roof:
