@@ -15,9 +15,10 @@ from tmoe.bench.shapes import SHAPES
 from tmoe.cli import app
 from tmoe.parallel.communication_model import Cluster, gpu_names
 from tmoe.plan import known_model, model_from_config, placement_gain, plan
-from tmoe.plan.layouts import layouts
+from tmoe.plan.layouts import Layout, Question, estimate, layouts
 from tmoe.plan.models import _KNOWN
 
+TWO = ROOT / "bench" / "results" / "h200x2_parallel.json"
 H200 = Cluster.of("H200", 8, 400)
 DEEPSEEK = known_model("deepseek-v3")
 
@@ -78,6 +79,18 @@ def test_one_gpu_is_what_was_recorded():
         assert found.us == pytest.approx(us, rel=0.25)
         compared += 1
     assert compared > 60
+
+
+@pytest.mark.skipif(not TWO.exists(), reason="no run on two GPUs is recorded")
+def test_two_gpus_are_what_was_recorded():
+    """bench.parallel: experts divided, tokens gathered; the rank's experts, and all of the layer."""
+    for row in json.loads(TWO.read_text())["rows"]:
+        model = replace(known_model(row["model"]), layers=1, other=0)
+        ask = Question(model, H200, 2, row["tokens"], row["scheme"])
+        found = estimate(Layout(ep=2), ask)
+        all_gather = {found.exchange: found.transfer.us, **found.other_exchanges}["all_gather"]
+        assert found.compute.us == pytest.approx(row["all_gather_experts_us"], rel=0.3), row
+        assert found.compute.us + all_gather == pytest.approx(row["all_gather_us"], rel=0.3), row
 
 
 def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():
