@@ -62,6 +62,9 @@ def slots_of(kind: str, own: tuple[int, ...]) -> dict[str, torch.Tensor]:
     if kind == "transposed":
         gate_up = experts["gate_up_proj"]
         experts["gate_up_proj"] = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "inference":
+        with torch.inference_mode():
+            experts = {name: tensor.clone() for name, tensor in experts.items()}
     return experts
 
 

@@ -20,7 +20,9 @@ def four():
         yield started
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "transposed", *rebalance_ranks.SCHEMES])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "bf16", "transposed", "inference", *rebalance_ranks.SCHEMES]
+)
 def test_weights_arrive_bit_by_bit(four, kind):
     """In place, so that nothing has to be allocated anew; and with the memory that was said, and
     some kilobytes for words between ranks."""
@@ -93,7 +95,7 @@ def test_a_group_of_some_ranks(four):
 ])  # fmt: skip
 def test_a_rank_that_dies_is_an_error_and_the_old_placement_stays(when, words):
     """EP11: in time, with the step and who is gone."""
-    with ranks(2, seconds=4) as two:
+    with ranks(2, seconds=3) as two:
         (first, _), (_, second) = two.answers(rebalance_ranks.lose_a_rank, when)
     kind, text, untouched = first
     assert second == "died" and kind == "RankLostError" and untouched

@@ -83,7 +83,7 @@ def test_one_gpu_is_what_was_recorded():
 
 @pytest.mark.skipif(not TWO.exists(), reason="no run on two GPUs is recorded")
 def test_two_gpus_are_what_was_recorded():
-    """bench.parallel: experts divided, tokens gathered; the rank's experts, and all of the layer."""
+    """bench.parallel: experts divided, tokens gathered; the rank's experts, and the whole call."""
     for row in json.loads(TWO.read_text())["rows"]:
         model = replace(known_model(row["model"]), layers=1, other=0)
         ask = Question(model, H200, 2, row["tokens"], row["scheme"])

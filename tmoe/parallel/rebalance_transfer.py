@@ -110,7 +110,8 @@ def move_experts(
     _agree(everyone, name, RuntimeError, None)
     for move, own in zip(arriving, aside, strict=True):
         for part, value in zip(parts, own, strict=True):
-            part[move.target_slot].copy_(value)
+            with torch.inference_mode(part.is_inference()):  # such a tensor is written in it alone
+                part[move.target_slot].copy_(value)
     return moves
 
 
@@ -223,3 +224,6 @@ def _exchange(moves: Moves, values: Mapping[Move, list[Tensor]], group: Group) -
         if calls:
             for work in dist.batch_isend_irecv(calls):
                 work.wait()
+    for device in {value.device for own in values.values() for value in own}:
+        if device.type == "cuda":  # so far only the stream waits: nobody knows that it is here
+            torch.cuda.current_stream(device).synchronize()
