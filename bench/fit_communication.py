@@ -1,11 +1,15 @@
 """Fit `tmoe/parallel/communication.json` to recorded exchanges:
 
-    python -m bench.fit_communication [RECORD of bench.communication]
+    python -m bench.fit_communication [--links RECORD] [--exchanges RECORD]
 
-time = start + bytes / bandwidth, by least squares of log(predicted / recorded): for each operation
-of the record over NVLink, and for the network over the times that DeepEP published. Bandwidth is
-written as the part of what data sheet and line rate say. Without a record only the network is
-fitted again.
+time = start + bytes / bandwidth, by least squares of log(predicted / recorded): for the network
+over the times that DeepEP published; for each operation of the record over NVLink twice, for few
+bytes and for many, since NCCL has protocols that start early and others that reach the bandwidth.
+What takes less counts. Bandwidth is written as the part of what data sheet and line rate say.
+
+What an exchange of tmoe takes beside that, for its own small kernels and copies, is fitted to the
+exchanges alone in a record of bench.parallel: start + rows · (a + hidden size · b), for the rows
+that come to a rank.
 """
 
 from __future__ import annotations
@@ -18,11 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from tmoe.parallel.communication_model import CONSTANTS, OPERATIONS, gpu_named
+from tmoe.bench.shapes import SHAPES
+from tmoe.demo.shapes import MoEShape
+from tmoe.parallel.communication_model import CONSTANTS, OPERATIONS, Cluster, gpu_named
+from tmoe.plan.layouts import BACK, row_bytes
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "bench" / "results" / "deepep_published.json"
-RECORD = ROOT / "bench" / "results" / "h200x2_communication.json"
+LINKS = ROOT / "bench" / "results" / "h200x2_communication.json"
+EXCHANGES = ROOT / "bench" / "results" / "h200x2_parallel.json"
 
 Point = tuple[float, float]  # bytes over the link, µs
 
@@ -44,9 +52,24 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     return float(start), float(rate) / 1e3
 
 
-def largest_error(points: Sequence[Point], start: float, gbs: float) -> float:
+def fit_two(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """For few bytes and for many: the two lines, below both of which the points lie best."""
+    ordered, best, found = sorted(points), np.inf, []
+    for cut in range(3, len(ordered) - 2):
+        lines = [fit(ordered[:cut]), fit(ordered[cut:])]
+        error = sum(np.log(predicted(size, lines) / us) ** 2 for size, us in points)
+        if error < best:
+            best, found = error, lines
+    return found
+
+
+def predicted(size: float, lines: Sequence[tuple[float, float]]) -> float:
+    return min(start + size / gbs / 1e3 for start, gbs in lines)
+
+
+def largest_error(points: Sequence[Point], lines: Sequence[tuple[float, float]]) -> float:
     """|predicted / recorded - 1|, of the worst point."""
-    return max(abs((start + size / gbs / 1e3) / us - 1) for size, us in points)
+    return max(abs(predicted(size, lines) / us - 1) for size, us in points)
 
 
 def recorded_points(record: dict[str, Any]) -> dict[str, list[Point]]:
@@ -78,11 +101,12 @@ def fit_nvlink(record: dict[str, Any], name: str) -> dict[str, Any]:
     sheet = gpu_named(device).nvlink_gbs
     found: dict[str, Any] = {}
     for operation, points in recorded_points(record).items():
-        start, gbs = fit(points)
+        lines = fit_two(points)
         found[operation] = {
-            "start_us": round(start, 2), "reach": round(gbs / sheet, 4),
-            "largest_error": round(largest_error(points, start, gbs), 3),
-        }  # fmt: skip
+            name: {"start_us": round(start, 2), "reach": round(gbs / sheet, 4)}
+            for name, (start, gbs) in zip(("few", "many"), lines, strict=True)
+        }
+        found[operation]["largest_error"] = round(largest_error(points, lines), 3)
     found["source"] = {
         "kind": "measured",
         "what": f"{record['ranks']} × {device}, NCCL {record['nccl']}, CUDA graphs, {name}",
@@ -95,7 +119,7 @@ def fit_network(published: dict[str, Any]) -> dict[str, Any]:
     start, gbs = fit(points)
     return {
         "start_us": round(start, 1), "reach": round(gbs / (published["net_gbit"] / 8), 3),
-        "largest_error": round(largest_error(points, start, gbs), 3),
+        "largest_error": round(largest_error(points, [(start, gbs)]), 3),
         "source": {
             "kind": "published",
             "what": f"fitted to DeepEP's low-latency kernels on {published['hardware']}: "
@@ -104,19 +128,82 @@ def fit_network(published: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fit_copies(record: dict[str, Any], cluster: Cluster, name: str) -> dict[str, Any]:
+    """What exchanges take beside what is sent, from calls in which no expert computes anything."""
+    found: dict[str, Any] = {}
+    for exchange, transfer in (("all_gather", gathered), ("all_to_all", sent_to_all)):
+        matrix, rest, recorded = [], [], []
+        for row in record["rows"]:
+            shape, n = SHAPES[row["model"]], row["ranks"]
+            sent = transfer(cluster, row["tokens"], shape, n)
+            matrix.append([1.0, row["tokens"] * n, row["tokens"] * n * shape.hidden])
+            recorded.append(row[f"{exchange}_exchange_us"])
+            rest.append(recorded[-1] - sent)
+        numbers = least_squares(np.array(matrix), np.array(rest), 1 / np.array(recorded))
+        errors = np.array(matrix) @ numbers - np.array(rest)
+        found[exchange] = {
+            "start_us": float(f"{numbers[0]:.3g}"), "us_per_row": float(f"{numbers[1]:.3g}"),
+            "us_per_value": float(f"{numbers[2]:.3g}"),
+            "largest_error": round(float(np.abs(errors / recorded).max()), 3),
+        }  # fmt: skip
+    device, ranks = record["machine_info"]["device"], record["rows"][0]["ranks"]
+    found["source"] = {
+        "kind": "measured",
+        "what": f"tmoe's own kernels and copies, {ranks} × {device}, CUDA graphs, {name}",
+    }
+    return found
+
+
+def least_squares(matrix: np.ndarray, wanted: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """None of the numbers below 0: columns that would be are left out."""
+    kept = [*range(matrix.shape[1])]
+    while True:
+        scaled = matrix[:, kept] * weights[:, None]
+        numbers = np.linalg.lstsq(scaled, wanted * weights, rcond=None)[0]
+        if len(kept) == 0 or numbers.min() >= 0:
+            break
+        del kept[int(numbers.argmin())]
+    found = np.zeros(matrix.shape[1])
+    found[kept] = numbers
+    return found
+
+
+def gathered(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int) -> float:
+    """What is sent with tokens of each rank, in µs, as the planner has it."""
+    sent, back, span = tokens * row_bytes(shape), tokens * BACK * shape.hidden, cluster.span(ranks)
+    return (
+        cluster.gather("all_gather", sent, span).us
+        + cluster.gather("reduce_scatter", back, span).us
+    )
+
+
+def sent_to_all(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int) -> float:
+    """With a fixed number of rows: those of all tokens to every rank."""
+    rows, span = tokens * (ranks - 1), cluster.span(ranks)
+    return (
+        cluster.all_to_all(rows * row_bytes(shape), 0, span).us
+        + cluster.all_to_all(rows * BACK * shape.hidden, 0, span).us
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fit_communication", description=__doc__)
-    parser.add_argument("record", nargs="?", type=Path, default=RECORD)
+    parser.add_argument("--links", type=Path, default=LINKS, help="of bench.communication")
+    parser.add_argument("--exchanges", type=Path, default=EXCHANGES, help="of bench.parallel")
     parser.add_argument("--out", type=Path, default=CONSTANTS)
     options = parser.parse_args(arguments)
     found = json.loads(CONSTANTS.read_text(encoding="utf-8"))
     found["network"] = fit_network(json.loads(PUBLISHED.read_text(encoding="utf-8")))
-    if options.record.exists():
-        record = json.loads(options.record.read_text(encoding="utf-8"))
-        found["nvlink"] = fit_nvlink(record, f"bench/results/{options.record.name}")
+    links, exchanges = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (options.links, options.exchanges)
+    )
+    found["nvlink"] = fit_nvlink(links, f"bench/results/{options.links.name}")
+    gpu = gpu_named(exchanges["machine_info"]["device"])
+    cluster = Cluster(gpu, 8, 400.0, found)  # none of these leaves a node
+    found["tmoe"] = fit_copies(exchanges, cluster, f"bench/results/{options.exchanges.name}")
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for link in ("nvlink", "network"):
-        print(link, json.dumps(found[link]))
+    for part in ("nvlink", "network", "tmoe"):
+        print(part, json.dumps(found[part]))
 
 
 if __name__ == "__main__":

@@ -32,15 +32,27 @@ def example() -> str:
 def calibration() -> str:
     rows = ["| constants | known | from |", "| --- | --- | --- |"]
     rows += [f"| {name} | {kind} | {what} |" for name, kind, what in sources()]
-    found = ["", "| exchange over NVLink | start, µs | of the data sheet | largest error |"]
-    found += ["| --- | ---: | ---: | ---: |"]
+    found = ["", "| over NVLink | start, µs | of the data sheet | start of many bytes, µs |"]
+    found[-1] += " of the data sheet | largest error |"
+    found += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name, numbers in constants()["nvlink"].items():
         if name != "source":
-            error = numbers.get("largest_error")
-            text = "–" if error is None else f"{100 * error:.0f} %"
-            reach = f"{100 * numbers['reach']:.0f} %"
-            found.append(f"| {name} | {numbers['start_us']:.1f} | {reach} | {text} |")
+            texts = [f"{numbers[few]['start_us']:.1f} | {100 * numbers[few]['reach']:.0f} %"
+                     for few in ("few", "many")]  # fmt: skip
+            found.append(f"| {name} | {' | '.join(texts)} | {_percent(numbers)} |")
+    found += ["", "| tmoe's own part | start, µs | per 1000 rows, µs | per 10^6 values, µs |"]
+    found[-1] += " largest error of an exchange alone |"
+    found += ["| --- | ---: | ---: | ---: | ---: |"]
+    for name, numbers in constants()["tmoe"].items():
+        if name != "source":
+            texts = [f"{numbers['start_us']:.0f}", f"{1e3 * numbers['us_per_row']:.1f}",
+                     f"{1e6 * numbers['us_per_value']:.1f}", _percent(numbers)]  # fmt: skip
+            found.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(rows + found)
+
+
+def _percent(numbers: dict[str, float]) -> str:
+    return f"{100 * numbers['largest_error']:.0f} %"
 
 
 PARTS = {"gain": gain, "plan": example, "calibration": calibration}

@@ -81,16 +81,21 @@ def test_one_gpu_is_what_was_recorded():
     assert compared > 60
 
 
-@pytest.mark.skipif(not TWO.exists(), reason="no run on two GPUs is recorded")
 def test_two_gpus_are_what_was_recorded():
-    """bench.parallel: experts divided, tokens gathered; the rank's experts, and the whole call."""
-    for row in json.loads(TWO.read_text())["rows"]:
+    """bench.parallel, 1 to 8192 tokens of each: a rank's experts, and all of the layer with either
+    exchange. On one GPU with everybody's tokens too."""
+    rows = json.loads(TWO.read_text())["rows"]
+    for row in rows:
         model = replace(known_model(row["model"]), layers=1, other=0)
-        ask = Question(model, H200, 2, row["tokens"], row["scheme"])
-        found = estimate(Layout(ep=2), ask)
-        all_gather = {found.exchange: found.transfer.us, **found.other_exchanges}["all_gather"]
-        assert found.compute.us == pytest.approx(row["all_gather_experts_us"], rel=0.3), row
-        assert found.compute.us + all_gather == pytest.approx(row["all_gather_us"], rel=0.3), row
+        found = estimate(Layout(ep=2), Question(model, H200, 2, row["tokens"], row["scheme"]))
+        times = {found.exchange: found.transfer.us, **found.other_exchanges}
+        assert found.compute.us == pytest.approx(row["all_gather_experts_us"], rel=0.25), row
+        for name in ("all_gather", "all_to_all"):
+            predicted = found.compute.us + times[name]
+            assert predicted == pytest.approx(row[f"{name}_us"], rel=0.2), (name, row)
+        alone = estimate(Layout(), Question(model, H200, 1, 2 * row["tokens"], row["scheme"]))
+        assert alone.us == pytest.approx(row["one_us"], rel=0.2), row
+    assert len(rows) >= 20
 
 
 def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():
@@ -133,7 +138,7 @@ def test_copies_help_where_routing_is_skewed():
         return next(found for found in ranked if str(found.layout) == "EP32")
 
     skewed, copied = ep32(best(routing="zipf")), ep32(best(routing="zipf", redundant=1))
-    assert copied.compute.us < 0.35 * skewed.compute.us and copied.us < 0.7 * skewed.us
+    assert copied.compute.us < 0.35 * skewed.compute.us and copied.us < 0.8 * skewed.us
     assert copied.experts_gb == pytest.approx(skewed.experts_gb * 9 / 8)
 
 

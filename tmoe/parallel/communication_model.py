@@ -10,13 +10,15 @@ A group of n ranks is spread over m nodes, NVLink domains, with p = n / m ranks 
 
 b bytes are what a rank contributes, or keeps; c what it has for each other rank. Gathering brings
 each byte onto a node once, through any of its p network cards, and from there over NVLink. Both
-kinds of link work at once. `start` is what the smallest message takes:
+kinds of link work at once. Over NVLink, NCCL sends few bytes by protocols that start early, and
+many by one that reaches the bandwidth: each has its start and B_nvlink, and what takes less counts.
 
     all_gather, reduce_scatter    start_op + (n - m - 1) hop_nvlink + (m - 1) hop_network
     all_to_all                    start_op on one node, start_network over several
 
-The numbers are in communication.json, each with where it comes from: measured by us, a data sheet,
-or published by others. `python -m bench.fit_communication` writes those that we measured.
+Beside that an exchange of tmoe sorts and copies rows: start + rows · (a + hidden size · b). The
+numbers are in communication.json, each with where it comes from: measured by us, a data sheet, or
+published by others. `python -m bench.fit_communication` writes those that were measured.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Transfer:
     start_us: float
     nvlink_us: float
     network_us: float
+    copies_us: float = 0.0
 
     @property
     def bound(self) -> str:
@@ -74,9 +77,9 @@ class Transfer:
         named = {"start": self.start_us, "NVLink": self.nvlink_us, "network": self.network_us}
         return max(named, key=named.__getitem__)
 
-    def after(self, us: float) -> Transfer:
-        """With a later start."""
-        return replace(self, us=self.us + us, start_us=self.start_us + us)
+    def with_copies(self, us: float) -> Transfer:
+        """And what it takes on both of its ends."""
+        return replace(self, us=self.us + us, copies_us=self.copies_us + us)
 
     def __add__(self, other: Transfer) -> Transfer:
         """One after the other."""
@@ -85,6 +88,7 @@ class Transfer:
             self.start_us + other.start_us,
             self.nvlink_us + other.nvlink_us,
             self.network_us + other.network_us,
+            self.copies_us + other.copies_us,
         )
 
 
@@ -123,36 +127,48 @@ class Cluster:
 
     def gather(self, operation: str, part_bytes: float, span: Span) -> Transfer:
         """`all_gather` of `part_bytes` from each rank, or `reduce_scatter` that leaves each rank
-        `part_bytes`; half of an `all_reduce`."""
-        n, m, p = span.ranks, span.nodes, span.per_node
-        if n == 1:
-            return NOTHING
-        link, hops = self.known["nvlink"][operation], self.known["hops"]
-        start = link["start_us"] + max(0, n - m - 1) * hops["nvlink_us"]
-        start += (m - 1) * hops["network_us"]
-        nvlink = (n - 1) * part_bytes / self._nvlink_bytes_per_us(operation) if p > 1 else 0.0
-        network = (n - p) * part_bytes / p / self._network_bytes_per_us
-        return Transfer(start + max(nvlink, network), start, nvlink, network)
+        `part_bytes`."""
+        return self._gather(operation, part_bytes, span, 1)
 
     def all_reduce(self, whole_bytes: float, span: Span) -> Transfer:
         """`whole_bytes` on each rank, added up on all of them."""
-        once = self.gather("all_reduce", whole_bytes / span.ranks, span)
-        nvlink, network = 2 * once.nvlink_us, 2 * once.network_us
-        return Transfer(once.start_us + max(nvlink, network), once.start_us, nvlink, network)
+        return self._gather("all_reduce", whole_bytes / span.ranks, span, 2)
 
     def all_to_all(self, near_bytes: float, far_bytes: float, span: Span) -> Transfer:
         """near_bytes: that a rank sends to others of its node; far_bytes: to other nodes."""
         if span.ranks == 1:
             return NOTHING
-        start = self.known["nvlink"]["all_to_all"]["start_us"]
-        if span.nodes > 1:
-            start = self.known["network"]["start_us"]
-        nvlink = near_bytes / self._nvlink_bytes_per_us("all_to_all")
         network = far_bytes / self._network_bytes_per_us
-        return Transfer(start + max(nvlink, network), start, nvlink, network)
+        least = self.known["network"]["start_us"] if span.nodes > 1 else 0.0
+        return self._faster("all_to_all", near_bytes, network, 0.0, least)
 
-    def _nvlink_bytes_per_us(self, operation: str) -> float:
-        return 1e3 * self.gpu.nvlink_gbs * self.known["nvlink"][operation]["reach"]
+    def copies_us(self, exchange: str, rows: float, hidden: int) -> float:
+        """What tmoe's exchange takes beside what is sent, for `rows` that come to a rank."""
+        own = self.known["tmoe"][exchange]
+        each: float = own["us_per_row"] + own["us_per_value"] * hidden
+        start: float = own["start_us"]
+        return start + rows * each
+
+    def _gather(self, operation: str, part_bytes: float, span: Span, times: int) -> Transfer:
+        n, m, p, hops = span.ranks, span.nodes, span.per_node, self.known["hops"]
+        if n == 1:
+            return NOTHING
+        more = max(0, n - m - 1) * hops["nvlink_us"] + (m - 1) * hops["network_us"]
+        near = times * (n - 1) * part_bytes if p > 1 else 0.0
+        network = times * (n - p) * part_bytes / p / self._network_bytes_per_us
+        return self._faster(operation, near, network, times * more, 0.0)
+
+    def _faster(
+        self, operation: str, near_bytes: float, network_us: float, more_us: float, least_us: float
+    ) -> Transfer:
+        """By the protocol that takes less. more_us, least_us: of its start."""
+        found = []
+        for name in ("few", "many"):
+            link = self.known["nvlink"][operation][name]
+            start = max(link["start_us"] + more_us, least_us)
+            nvlink = near_bytes / (1e3 * self.gpu.nvlink_gbs * link["reach"])
+            found.append(Transfer(start + max(nvlink, network_us), start, nvlink, network_us))
+        return min(found, key=lambda transfer: transfer.us)
 
     @property
     def _network_bytes_per_us(self) -> float:
@@ -186,7 +202,7 @@ def gpu_named(name: str) -> Gpu:
 def sources() -> list[tuple[str, str, str]]:
     """What each group of numbers is, how it is known, and from where, for people."""
     found = []
-    for name in ("nvlink", "hops", "network", "data sheets"):
-        source = constants()[name if name != "data sheets" else "sheets"]["source"]
+    for name in ("nvlink", "hops", "network", "tmoe", "sheets"):
+        source = constants()[name]["source"]
         found.append((name, source["kind"], source["what"]))
     return found

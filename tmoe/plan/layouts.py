@@ -30,7 +30,6 @@ from ..checks import expect
 from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
-from ..parallel.choose import KERNEL
 from ..parallel.communication_model import Cluster, Transfer, gpu_named
 from ..parallel.shard import width_parts
 from .models import PlanModel
@@ -39,7 +38,6 @@ from .traffic import chance_of_any
 MEASURED = "H200"  # the GPU whose kernels were timed
 NOT_OURS = ("deepep",)
 SENT, BACK = 2, 4  # bytes of a value on its way to experts, and of a sum on its way back
-KERNELS = {"all_gather": 2, "all_to_all": 25, "deepep": 2}  # small ones; `parallel.choose` counts
 ROUTE = 8  # bytes of an expert's id and weight
 RESERVE_GB = 4.0  # CUDA, NCCL and PyTorch; the rest is weights, tokens and the KV cache
 
@@ -100,11 +98,12 @@ class Estimate:
         """What the time consists of, in µs."""
         gemms = self.compute.us - self.compute.start_us
         name = "reading weights" if self.compute.bound == "memory" else "arithmetic"
-        wire = self.transfer.us - self.transfer.start_us
+        wire = self.transfer.us - self.transfer.start_us - self.transfer.copies_us
         link = "network" if self.transfer.network_us > self.transfer.nvlink_us else "NVLink"
         return {
             name: gemms, "kernel starts": self.compute.start_us,
             link: wire, "exchange starts": self.transfer.start_us,
+            "exchange copies": self.transfer.copies_us,
         }  # fmt: skip
 
     @property
@@ -189,7 +188,7 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
     """The time of each exchange that the layout can have."""
     model, cluster, tp, ep = ask.model, ask.cluster, layout.tp, layout.ep
     E, K, tokens = model.shape.num_experts, model.shape.top_k, ask.tokens * tp
-    sent, back = SENT * model.shape.hidden + ROUTE * K, BACK * model.shape.hidden
+    sent, back = row_bytes(model.shape), BACK * model.shape.hidden
     summed = cluster.all_reduce(tokens * back, cluster.span(tp))
     if ep == 1:
         return {"none" if tp == 1 else "all_reduce": summed}
@@ -210,10 +209,16 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
         found["deepep"] = cluster.all_to_all(inside * sent, once * sent, span) + cluster.all_to_all(
             inside * back, once * back, span
         )
-    return {
-        name: transfer.after(KERNELS[name] * 1e6 * KERNEL) + summed
-        for name, transfer in found.items()
-    }
+    moved = {"all_gather": tokens * ep, "all_to_all": tokens * hit * ep * busiest}
+    for name, rows in moved.items():
+        copies = cluster.copies_us(name, rows, model.shape.hidden)
+        found[name] = found[name].with_copies(copies)
+    return {name: transfer + summed for name, transfer in found.items()}
+
+
+def row_bytes(shape: MoEShape) -> int:
+    """Of a token on its way to experts: its values, ids and weights."""
+    return SENT * shape.hidden + ROUTE * shape.top_k
 
 
 def roof(gpu: str, scheme: str) -> Roof:
