@@ -18,10 +18,6 @@ from tmoe.parallel.rebalance_transfer import extra_bytes, move_experts
 
 E, K, H, I = 10, 2, 64, 32
 SCHEMES = ("fp8_block", "nvfp4", "mxfp4", "fp8_tensor")
-BROKEN = (
-    "another placement", "another dtype", "another size", "too little memory", "no memory",
-    "fewer slots", "another number of ranks",
-)  # fmt: skip
 
 
 def loads(kind: str) -> list[float]:
@@ -113,6 +109,8 @@ def refused(rank: int, name: str) -> tuple[str, str, bool]:
     elif rank == 2:
         if name == "another placement":
             new = Placement(E, (*new.ranks[:3], tuple(reversed(new.ranks[3]))))
+        elif name == "another layer":
+            options["name"] = "layers.4"
         elif name == "another dtype":
             tensors["down_proj"] = tensors["down_proj"].bfloat16()
         elif name == "another size":

@@ -249,6 +249,15 @@ def test_the_command_takes_a_config(tmp_path):
     assert done.exit_code == 0 and "mixtral, bf16" in done.output
 
 
+def test_a_config_that_cannot_be_read_is_explained(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    done = run("--model", str(tmp_path), "--gpus", "4")
+    assert done.exit_code == 2 and "valid JSON" in " ".join(done.output.split())
+    (tmp_path / "config.json").write_text('{"model_type": "a_model_of_tomorrow"}')
+    done = run("--model", str(tmp_path), "--gpus", "4")
+    assert done.exit_code == 2 and "a_model_of_tomorrow" in done.output
+
+
 def test_nothing_fits():
     done = run("--model", "deepseek-v3", "--gpus", "4")
     assert done.exit_code == 1 and "no layout fits" in done.output and "needs" in done.output

@@ -15,6 +15,8 @@ layers needs the extra memory of one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +75,8 @@ def move_experts(
         RankLostError: a rank was lost. RuntimeError: a rank has no memory left.
     """
     everyone = group if everyone is None else everyone
+    number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
+    call = Call(name, number)
     moves, facts = Moves(()), {}
     if problem is None:
         try:
@@ -81,16 +85,17 @@ def move_experts(
             fits = max_extra_bytes is None or need <= max_extra_bytes
             wanted = f"at least {need:,} bytes, for {len(moves.into(group.rank))} experts"
             expect(fits, OP, "max_extra_bytes", wanted, max_extra_bytes)
-            facts = _facts(tensors, old, new)
+            facts = {"layer": name, **_facts(tensors, old, new)}
         except (ValueError, TypeError) as error:
             problem = str(error)
     if group.handle is not everyone.handle:  # other parts of the experts may have other sizes
-        said = _say(group, name, {"problem": problem, **({} if problem else _sizes(tensors))})
+        sizes = {} if problem else _sizes(tensors)
+        said = _say(group, call, "sizes", {"problem": problem, **sizes})
         if not any(one["problem"] for one in said):
             problem = differences(group.ranks, said) or None
     else:
         facts = {**facts, **({} if problem else _sizes(tensors))}
-    _agree(everyone, name, ValueError, problem, facts)
+    _agree(everyone, call, "begin", ValueError, problem, facts)
     parts = _parts(tensors)
     arriving, leaving = moves.into(group.rank), moves.out_of(group.rank)
     aside: list[list[Tensor]] = []
@@ -100,17 +105,17 @@ def move_experts(
         sent = [[_bytes(part[move.source_slot]) for part in parts] for move in leaving]
     except RuntimeError as error:  # of the allocator
         problem = f"can't set aside memory for {len(arriving)} experts: {error}"
-    _agree(everyone, name, RuntimeError, problem)
+    _agree(everyone, call, "memory", RuntimeError, problem)
     values = dict(zip(leaving, sent, strict=True))
     for move, space in zip(arriving, aside, strict=True):
         if not move.is_local:
             values[move] = [_bytes(value) for value in space]
     with naming(group, f"moving the experts of {name}; {STAYS}; the exchange"):
         _exchange(moves, values, group)
-    _agree(everyone, name, RuntimeError, None)
+    _agree(everyone, call, "arrived", RuntimeError, None)
     for move, own in zip(arriving, aside, strict=True):
         for part, value in zip(parts, own, strict=True):
-            with torch.inference_mode(part.is_inference()):  # such a tensor is written in it alone
+            with torch.inference_mode() if part.is_inference() else nullcontext():
                 part[move.target_slot].copy_(value)
     return moves
 
@@ -148,37 +153,46 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {f"size of {name}": list(tensor.shape[1:]) for name, tensor in tensors.items()}
 
 
-def _say(group: Group, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which layer, and how many calls there were before, which ranks have in common."""
+
+    name: str
+    number: int
+
+
+def _say(group: Group, call: Call, step: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Tell all ranks of the group, and hear what each of them says."""
     if group.handle is None:
         return [mine]
-    number = _numbers[group.handle] = _numbers.get(group.handle, 0) + 1
-    what = f"moving the experts of {name}; {STAYS}"
-    return said_by_all(group.handle, group.ranks, group.rank, f"move/{number}", what, mine)
+    what = f"moving the experts of {call.name}, step {step!r}; {STAYS}"
+    key = f"move/{call.number}/{step}"
+    return said_by_all(group.handle, group.ranks, group.rank, key, what, mine)
 
 
 def _agree(
     everyone: Group,
-    name: str,
+    call: Call,
+    step: str,
     kind: type[Exception],
     problem: str | None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """A problem of any rank, or facts that differ, is an error on each of them."""
-    said = _say(everyone, name, {"problem": problem, "facts": dict(facts or {})})
+    said = _say(everyone, call, step, {"problem": problem, "facts": dict(facts or {})})
     problems = [
         f"rank {rank}: {one['problem']}"
         for rank, one in zip(everyone.ranks, said, strict=True)
         if one["problem"]
     ]
     if problems:
-        raise kind(f"{OP}: {name}: {STAYS}. {'; '.join(problems)}")
+        raise kind(f"{OP}: {call.name}: {STAYS}. {'; '.join(problems)}")
     differs = differences(everyone.ranks, [one["facts"] for one in said])
     if differs:
-        raise RankMismatchError(f"{OP}: {name}: {STAYS}. {differs}")
+        raise RankMismatchError(f"{OP}: {call.name}: {STAYS}. {differs}")
 
 
-_numbers: dict[Any, int] = {}  # how often a group's ranks have agreed here
+_numbers: dict[Any, int] = {}  # how often a group's ranks have moved experts
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,14 +48,14 @@ def plan(
     from . import plan as make_plan
 
     try:
-        is_path = "/" in model or model.endswith(".json")
+        is_path = "/" in model or model.endswith(".json") or Path(model).is_dir()
         asked = model_from_config(model) if is_path else known_model(model)
         cluster = Cluster.of(gpu, nvlink, gbit_of(net))
         found = make_plan(
             asked, gpus, cluster, tokens=tokens, scheme=scheme, routing=routing,
             redundant=redundant, reserve_gb=reserve_gb,
         )  # fmt: skip
-    except (ValueError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))

@@ -40,7 +40,7 @@ def sizes_of_config(file: Path) -> ModelSizes:
     from .replace import replace_moe
     from .switch import expert_modules
 
-    config = transformers.AutoConfig.from_pretrained(file)
+    config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
     take_description(config)  # sizes are the same without
     with torch.device("meta"):
         model = class_of_config(config, transformers)(config)
