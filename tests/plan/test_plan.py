@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,7 @@ def test_every_layout_is_ranked_or_refused(deepseek):
 def test_parts_add_up(deepseek):
     for found in deepseek.ranked:
         assert sum(found.parts.values()) == pytest.approx(found.us)
+        assert sum(found.kinds.values()) == pytest.approx(found.us)
         assert found.transfer.us <= min(
             [us for name, us in found.other_exchanges.items() if name != "deepep"] or [1e9]
         )
@@ -256,6 +258,22 @@ def test_a_config_that_cannot_be_read_is_explained(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "a_model_of_tomorrow"}')
     done = run("--model", str(tmp_path), "--gpus", "4")
     assert done.exit_code == 2 and "a_model_of_tomorrow" in done.output
+
+
+def test_the_reason_names_what_the_second_one_lacks(deepseek):
+    best, second = deepseek.ranked[:2]
+    kind, more = re.search(r"µs more: ([a-z ]+) \+([\d.]+)\.$", deepseek.reason).groups()
+    assert second.kinds[kind] - best.kinds[kind] == pytest.approx(float(more), abs=0.06)
+    assert all(us - best.kinds[name] < float(more) + 0.06 for name, us in second.kinds.items())
+
+
+def test_layouts_without_ep_have_no_copies():
+    """And aren't refused for them."""
+    model = known_model("qwen3-30b-a3b")
+    found = plan(model, 2, H200, routing="zipf", redundant=1)
+    plain = plan(model, 2, H200, routing="zipf")
+    times = [{str(one.layout): one.us for one in p.ranked}["TP2"] for p in (found, plain)]
+    assert times[0] == times[1] and not found.refused
 
 
 def test_nothing_fits():

@@ -65,7 +65,7 @@ class Question:
 
     Attributes:
         tokens: T, of each GPU and layer.
-        redundant: slots of each EP rank for copies of popular experts.
+        redundant: slots of each EP rank for copies of popular experts; none without EP.
     """
 
     model: PlanModel
@@ -107,6 +107,13 @@ class Estimate:
         }  # fmt: skip
 
     @property
+    def kinds(self) -> dict[str, float]:
+        """The same, whatever it is that bounds experts and links."""
+        experts, starts, links, *rest = self.parts.values()
+        return {"experts": experts, "kernel starts": starts, "links": links,
+                "exchange starts": rest[0], "exchange copies": rest[1]}  # fmt: skip
+
+    @property
     def bound(self) -> str:
         """What takes most of the time, and how much of it."""
         name = max(self.parts, key=self.parts.__getitem__)
@@ -130,7 +137,7 @@ def why_not(layout: Layout, ask: Question) -> str | None:
     if layout.ep > E:
         return f"EP {layout.ep} is more than the {E} experts"
     most = E - -(-E // layout.ep)
-    if ask.redundant > most:
+    if layout.ep > 1 and ask.redundant > most:
         return f"{ask.redundant} redundant slots are more than the {most} experts of other ranks"
     return None
 

@@ -68,11 +68,10 @@ class Plan:
             text += " That isn't tmoe's own." if name in NOT_OURS else ""
         if len(self.ranked) > 1:
             second = self.ranked[1]
-            more = {n: second.parts.get(n, 0.0) - best.parts.get(n, 0.0)
-                    for n in {**best.parts, **second.parts}}  # fmt: skip
+            more = {kind: us - best.kinds[kind] for kind, us in second.kinds.items()}
             name = max(more, key=more.__getitem__)
-            text += f" {second.layout} takes {us_text(second.us - best.us)} µs more, most of it "
-            text += f"{name} (+{us_text(more[name])})."
+            text += f" {second.layout} takes {us_text(second.us - best.us)} µs more: "
+            text += f"{name} +{us_text(more[name])}."
         return text
 
     @property
