@@ -139,7 +139,7 @@ def _samples():
     x, gate_up, down = torch.randn(4, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
     weights, ids = tmoe.route(torch.randn(4, E), ROUTING)
     experts = (x, gate_up, down, weights, ids, None, torch.randn(E, H), "swiglu", 1.0, float("inf"),
-               False, False, 0, E)  # fmt: skip
+               False, False, 0, E, False)  # fmt: skip
     gemm = (torch.randn(6, H), gate_up, torch.tensor([0, 2, 2, 5, 6, 6, 6]).int(), None)
     # MXFP4: its parts are bytes, and opcheck has no arithmetic for float8.
     codes = [tmoe.quantize(w, "mxfp4").parts() for w in (gate_up, down)]
