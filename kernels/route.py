@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
 from tmoe.kernels.elementary import exp, sigmoid, softplus, tanh
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 from tmoe.kernels.route_ref import route_ref  # noqa: F401  (in torch; usable without Triton)
 from tmoe.kernels.select import LARGEST, select
 
@@ -103,8 +103,8 @@ def _weigh(s, real, epsilon, min_sum, WEIGHT: tl.constexpr, RENORMALIZE: tl.cons
     ]
 )  # fmt: skip
 def _route_kernel(
-    weights_ptr,  # (T, K + NUM_SHARED) fp32, written
-    ids_ptr,  # (T, K + NUM_SHARED) int32, written
+    weights_ptr,  # (T, K + NUM_SHARED) fp32, fp16 or bf16, written
+    ids_ptr,  # (T, K + NUM_SHARED) int32 or int64, written
     probs_ptr,  # (T, E) fp32, written: softmax over E; or None
     expert_counts_ptr,  # (E,) int32, added to: how many slots each expert got; or None
     sums_ptr,  # (T, E) written where the logits come in parts; otherwise anything
@@ -196,6 +196,7 @@ def _route_kernel(
         ptrs = expert_scale_ptr + ids.to(tl.int64) * stride_scale
         weights *= widen(tl.load(ptrs, mask=in_range & (ids < E), other=1.0)).to(tl.float32)
     weights = tl.where(any_finite & weighs, weights, 0.0)
+    weights = narrow(weights, weights_ptr.dtype.element_ty)
     tl.store(weights_ptr + row * (K + NUM_SHARED) + slot, weights, mask=mask)
     tl.store(ids_ptr + row * (K + NUM_SHARED) + slot, ids, mask=mask)
     if expert_counts_ptr is not None:
@@ -242,8 +243,11 @@ def route(
     probs: Tensor | None = None,
     expert_counts: Tensor | None = None,
     sums: Tensor | None = None,
+    weights_dtype: torch.dtype = torch.float32,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """Logits (T, E) fp32/fp16/bf16, any strides -> topk_weights (T, K) fp32, topk_ids (T, K) int32.
+    """Logits (T, E) fp32/fp16/bf16, any strides -> topk_weights (T, K), rounded once from fp32 to
+    `weights_dtype`, and topk_ids (T, K).
 
     `bias` and `expert_scale` are (E,), of any float dtype; `topk_ids` (T, K) of any integer dtype
     replace the selection. `probs` (T, E) fp32, contiguous, receives the softmax of every row, and
@@ -257,14 +261,15 @@ def route(
     num_parts = logits.shape[0] if logits.ndim == 3 else 0
     *stride_part, stride_t, stride_e = logits.stride()
     T, E = logits.shape[-2], logits.shape[-1] - num_shared
-    weights = logits.new_empty((T, top_k + num_shared), dtype=torch.float32)
-    ids = logits.new_empty((T, top_k + num_shared), dtype=torch.int32)
+    weights = logits.new_empty((T, top_k + num_shared), dtype=weights_dtype)
+    ids = logits.new_empty((T, top_k + num_shared), dtype=ids_dtype)
     if T == 0:
         return weights, ids
     block_g = next_power_of_2(n_group)
     block_s = next_power_of_2(E // n_group)
     block_t, num_warps = _rows_and_warps(T, block_g * block_s, grouped=n_group > 1)
-    _route_kernel[(cdiv(T, block_t),)](
+    launch(
+        _route_kernel, (cdiv(T, block_t),),
         weights, ids, probs, expert_counts, weights if sums is None else sums,
         logits, bias, expert_scale, topk_ids,
         T, *(stride_part or (0,)), stride_t, stride_e,

@@ -148,8 +148,9 @@ def _samples():
     quantized_gemm = (gemm[0], codes[0], *gemm[2:], None, "mxfp4_a16", "mxfp4", 0)
     rule = tmoe.RoutingRule(score="sigmoid", takes_bias=True, takes_expert_scale=True)
     recipe = tmoe.Routing(E, K, rule).json
-    logits = (torch.randn(4, E), torch.randn(E), torch.rand(E), None, recipe, True, True)
-    router = (torch.randn(4, H), torch.randn(E, H), torch.randn(E), *logits[1:5])
+    logits = (torch.randn(4, E), torch.randn(E), torch.rand(E), None, recipe, torch.float64,
+              torch.int64, True, True)  # fmt: skip
+    router = (torch.randn(4, H), torch.randn(E, H), torch.randn(E), *logits[1:7])
     quantize = (torch.randn(4, H), None, torch.tensor(0.01), "nvfp4", 0, "")
     return {
         "fused_experts": experts,

@@ -46,7 +46,7 @@ class TorchBackend:
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
-        bias, expert_scale, topk_ids, want_probs, want_counts = inputs
+        bias, expert_scale, topk_ids, want_probs, want_counts, *_ = inputs
         weights, ids = route_ref(
             logits,
             bias=bias,

@@ -23,6 +23,8 @@ class RouteInputs(NamedTuple):
     topk_ids: Tensor | None = None  # (T, K) in place of a selection
     want_probs: bool = False
     want_counts: bool = False
+    weights_dtype: torch.dtype = torch.float32  # of the result; a backend may leave it fp32
+    ids_dtype: torch.dtype = torch.int32  # and this int32: the caller casts what it gets
 
 
 class Routed(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,54 +18,57 @@ from .operation import Facts, Operation
 
 def _route_facts(
     logits: Tensor, bias: Tensor | None, scale: Tensor | None, ids: Tensor | None, routing: str,
-    *wants: bool,
+    weights_dtype: torch.dtype, ids_dtype: torch.dtype, *wants: bool,
+    op: str = "route", hidden: int = 0,
 ) -> Facts:  # fmt: skip
-    recipe, T, has_bias = Routing.from_json(routing), logits.shape[0], bias is not None
-    inputs = RouteInputs(bias, scale, ids, *wants)
-    extras = (name for name in RouteInputs._fields[1:] if _is_used(getattr(inputs, name)))
+    recipe, T = Routing.from_json(routing), logits.shape[0]
+    in_use = (scale is not None, ids is not None, *wants)
     return Facts(
-        "route",
+        op,
         token_bucket(T),
-        0,
+        hidden,
         0,
         recipe.num_experts,
         recipe.top_k,
         logits.dtype,
         routing=routing,
-        extras=tuple(extras),
-        has_bias=has_bias,
+        extras=tuple(compress(RouteInputs._fields[1:], in_use)),
+        has_bias=bias is not None,
     )
 
 
-def _is_used(value: Tensor | bool | None) -> bool:
-    return isinstance(value, Tensor) or value is True
-
-
 def _route(backend: Backend, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bias, expert_scale, topk_ids, routing, want_probs, want_counts, _ = rest  # route has no `out`
-    inputs = RouteInputs(bias, expert_scale, topk_ids, want_probs, want_counts)
+    bias, expert_scale, topk_ids, routing, *dtypes, want_probs, want_counts, _ = rest  # no `out`
+    inputs = RouteInputs(bias, expert_scale, topk_ids, want_probs, want_counts, *dtypes)
+    weights_dtype, ids_dtype = dtypes
     weights, ids, probs, counts = backend.route(logits, Routing.from_json(routing), inputs)
-    probs = weights.new_empty(0) if probs is None else probs
-    counts = ids.new_empty(0) if counts is None else counts
-    return weights, ids, probs, counts
+    probs = logits.new_empty(0, dtype=_wide(logits)) if probs is None else probs
+    counts = logits.new_empty(0, dtype=torch.int32) if counts is None else counts
+    return weights.to(weights_dtype), ids.to(ids_dtype), probs, counts
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    """That in which weights and probabilities are computed."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _fake_route(
     logits: Tensor, bias: Tensor | None, scale: Tensor | None, ids: Tensor | None, routing: str,
-    want_probs: bool, want_counts: bool, needs_grad: bool,
+    weights_dtype: torch.dtype, ids_dtype: torch.dtype, want_probs: bool, want_counts: bool,
+    needs_grad: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     recipe, T = Routing.from_json(routing), logits.shape[0]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    weights = logits.new_empty((T, recipe.num_weighed), dtype=dtype)
-    probs = weights.new_empty((T, recipe.num_experts) if want_probs else 0)
-    topk_ids = torch.empty_like(weights, dtype=torch.int32)
-    return weights, topk_ids, probs, topk_ids.new_empty(recipe.num_experts if want_counts else 0)
+    E = recipe.num_experts
+    weights = logits.new_empty((T, recipe.num_weighed), dtype=weights_dtype)
+    probs = logits.new_empty((T, E) if want_probs else 0, dtype=_wide(logits))
+    counts = logits.new_empty(E if want_counts else 0, dtype=torch.int32)
+    return weights, torch.empty_like(weights, dtype=ids_dtype), probs, counts
 
 
 Operation(
     "route",
     "Tensor logits, Tensor? bias, Tensor? expert_scale, Tensor? topk_ids, str routing, "
-    "bool want_probs, bool want_counts",
+    "ScalarType weights_dtype, ScalarType ids_dtype, bool want_probs, bool want_counts",
     "(Tensor, Tensor, Tensor, Tensor)",
     facts=_route_facts,
     compute=_route,
@@ -78,17 +82,18 @@ Operation(
 
 
 def _router_facts(x: Tensor, weight: Tensor, linear_bias: Tensor | None, *rest: Any) -> Facts:
-    facts = _route_facts(x, *rest, False, False)
-    return facts._replace(op="router", hidden=x.shape[1])
+    return _route_facts(x, *rest, op="router", hidden=x.shape[1])
 
 
 def _router(
     backend: Backend, x: Tensor, weight: Tensor, linear_bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    bias, expert_scale, topk_ids, routing, _ = rest
-    inputs = RouteInputs(bias, expert_scale, topk_ids)
+    bias, expert_scale, topk_ids, routing, weights_dtype, ids_dtype, _ = rest
+    inputs = RouteInputs(
+        bias, expert_scale, topk_ids, weights_dtype=weights_dtype, ids_dtype=ids_dtype
+    )
     logits, routed = backend.router(x, weight, linear_bias, Routing.from_json(routing), inputs)
-    return logits, routed.weights, routed.ids
+    return logits, routed.weights.to(weights_dtype), routed.ids.to(ids_dtype)
 
 
 def _fake_router(
@@ -96,17 +101,14 @@ def _fake_router(
 ) -> tuple[Tensor, ...]:
     *route, needs_grad = rest
     logits = weight.new_empty(x.shape[0], weight.shape[0])
-    bias, expert_scale, topk_ids, routing = route
-    weights, ids, _, _ = _fake_route(
-        logits, bias, expert_scale, topk_ids, routing, False, False, needs_grad
-    )
+    weights, ids, _, _ = _fake_route(*(logits, *route, False, False, needs_grad))
     return logits, weights, ids
 
 
 Operation(
     "router",
     "Tensor x, Tensor weight, Tensor? linear_bias, Tensor? bias, Tensor? expert_scale, "
-    "Tensor? topk_ids, str routing",
+    "Tensor? topk_ids, str routing, ScalarType weights_dtype, ScalarType ids_dtype",
     "(Tensor, Tensor, Tensor)",
     facts=_router_facts,
     compute=_router,

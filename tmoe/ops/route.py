@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import library  # noqa: F401  (defines torch.ops.tmoe)
 from ..arguments import (
     FLOATS,
     INTS,
@@ -18,9 +19,11 @@ from ..arguments import (
     needs_grad,
 )
 from ..checks import expect, expect_type
+from ..library import with_shortcut  # (and it defines torch.ops.tmoe)
 from ..routing import Routing
 
 
+@with_shortcut
 def route(
     logits: Tensor,
     routing: Routing,
@@ -30,6 +33,8 @@ def route(
     topk_ids: Tensor | None = None,
     return_probs: bool = False,
     return_counts: bool = False,
+    weights_dtype: torch.dtype | None = None,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, ...]:
     """Choose K experts for each token.
 
@@ -44,13 +49,15 @@ def route(
             (routing replay), or of a table (hash routing). The weights are those of the method.
         return_probs: also return the softmax of the logits, for `load_balancing_loss`.
         return_counts: also return how many slots each expert got; `ExpertLoad` adds them up.
+        weights_dtype, ids_dtype: of the result. None: float32, or float64 for float64 logits; other
+            weights are rounded from these. int32 or int64.
 
     Returns:
-        weights (..., K) float32 and ids (..., K) int32, in descending order of the selection score.
-        Ties go to the lower id. A NaN logit counts as -inf; a row without a finite logit has
-        distinct ids and weights 0. Given ids out of range come back as -1, with weight 0.
-        Where asked for, probs (..., E) float32 and then counts (E,) int32 follow.
-        (float64 logits give float64 weights and probs.)
+        weights (..., K) and ids (..., K), in descending order of the selection score. Ties go to
+        the lower id. A NaN logit counts as -inf; a row without a finite logit has distinct ids and
+        weights 0. Given ids out of range come back as -1, with weight 0.
+        Where asked for, probs (..., E) float32 and then counts (E,) int32 follow; float64 logits
+        give float64 probs.
 
         Of a rule with `num_shared` experts, S, the logits are (..., E + S) and the weights and ids
         (..., K + S): the shared experts come last, with the ids E, E + 1, ...
@@ -77,23 +84,37 @@ def route(
         expert_scale=expert_scale,
         topk_ids=topk_ids,
     )
+    if weights_dtype is None:
+        weights_dtype = torch.promote_types(logits.dtype, torch.float32)
+    _check_dtypes(op, weights_dtype, ids_dtype)
     weights, ids, probs, counts = torch.ops.tmoe.route.default(
-        logits.reshape(-1, columns),
+        logits if logits.ndim == 2 else logits.reshape(-1, columns),
         bias,
         expert_scale,
         None if topk_ids is None else topk_ids.reshape(-1, K),
         routing.json,
+        weights_dtype,
+        ids_dtype,
         return_probs,
         return_counts,
         needs_grad(logits, expert_scale),
     )
-    shape = (*lead, routing.num_weighed)
-    results = [weights.reshape(shape), ids.reshape(shape)]
-    if return_probs:
-        results.append(probs.reshape(*lead, E))
-    if return_counts:
-        results.append(counts)
-    return tuple(results)
+    if logits.ndim != 2:
+        shape = (*lead, routing.num_weighed)
+        weights, ids = weights.reshape(shape), ids.reshape(shape)
+        probs = probs.reshape(*lead, E) if return_probs else probs
+    wanted = ((probs,) if return_probs else ()) + ((counts,) if return_counts else ())
+    return weights, ids, *wanted
+
+
+def _check_dtypes(op: str, weights_dtype: Any, ids_dtype: Any) -> None:
+    for arg, dtype, dtypes in (
+        ("weights_dtype", weights_dtype, FLOATS), ("ids_dtype", ids_dtype, INTS),
+    ):  # fmt: skip
+        expect_type(dtype, torch.dtype, op, arg)
+        if dtype not in dtypes:
+            names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
+            expect(False, op, arg, names, dtype)
 
 
 def _check_route(
@@ -107,6 +128,8 @@ def _check_route(
     topk_ids: Tensor | None,
 ) -> None:
     """Raise unless these fit the routing, the leading sizes `lead` and the device of `first`."""
+    if bias is None and expert_scale is None and topk_ids is None:
+        return
     E, K = routing.num_experts, routing.top_k
     rule, name = routing.rule, routing.name
     ok = bias is None or rule.takes_bias
@@ -126,6 +149,7 @@ def _check_route(
     expect_same_device(op, first, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids)
 
 
+@with_shortcut
 def router(
     x: Tensor,
     weight: Tensor,
@@ -135,6 +159,8 @@ def router(
     bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
     topk_ids: Tensor | None = None,
+    weights_dtype: torch.dtype | None = None,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The router's linear layer and `route`: two launches for a few tokens, overlapping.
 
@@ -143,7 +169,7 @@ def router(
         weight: (E, H). While it is float32 the product is taken in float32, whatever the dtype of x
             and under autocast too, as DeepSeek-V3 has it; otherwise in x's dtype, or autocast's.
         linear_bias: (E,), added to the logits (gpt-oss), in the weight's dtype.
-        routing, bias, expert_scale, topk_ids: as for `route`.
+        routing, bias, expert_scale, topk_ids, weights_dtype, ids_dtype: as for `route`.
 
     Returns:
         logits (T, E) in the dtype of the product, and `route`'s weights and ids.
@@ -152,8 +178,8 @@ def router(
     expect_dtype(x, op, "x", FLOATS)
     expect_dtype(weight, op, "weight", FLOATS)
     E = routing.num_logits
-    ok = x.ndim == weight.ndim == 2 and weight.shape == (E, x.shape[1])
-    expect(ok, op, "weight", f"of shape ({E}, H) for x (T, H)", tuple(weight.shape))
+    if x.ndim != 2 or weight.shape != (E, x.shape[1]):
+        expect(False, op, "weight", f"of shape ({E}, H) for x (T, H)", tuple(weight.shape))
     expect_optional(linear_bias, op, "linear_bias", (E,))
     expect_same_device(op, {"x": x}, weight=weight, linear_bias=linear_bias)
     if weight.dtype != torch.float32:
@@ -166,12 +192,16 @@ def router(
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(weight.dtype), weight, linear_bias)
         weights, ids = route(
-            logits, routing, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids
-        )
+            logits, routing, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids,
+            weights_dtype=weights_dtype, ids_dtype=ids_dtype,
+        )  # fmt: skip
         return logits, weights, ids
     _check_route(
         op, x.shape[:1], routing, {"x": x}, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids
     )
+    weights_dtype = torch.float32 if weights_dtype is None else weights_dtype
+    _check_dtypes(op, weights_dtype, ids_dtype)
     return torch.ops.tmoe.router.default(
-        x, weight, linear_bias, bias, expert_scale, topk_ids, routing.json, False
-    )
+        x, weight, linear_bias, bias, expert_scale, topk_ids, routing.json,
+        weights_dtype, ids_dtype, False,
+    )  # fmt: skip

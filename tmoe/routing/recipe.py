@@ -94,6 +94,9 @@ class Routing:
         if not rule.takes_scaling_factor:
             check(factor == 1.0, "scaling_factor", f"1 with {name}, which doesn't scale", factor)
 
+    def __hash__(self) -> int:
+        return hash(self.json)  # of all fields, and a string remembers it
+
     @classmethod
     def from_transformers(cls, config: Any) -> Routing:
         """The routing of a model of transformers, read from its config; loads no model code.
