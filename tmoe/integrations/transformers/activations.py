@@ -34,7 +34,11 @@ _ELEMENTWISE = {
     "LinearActivation": "identity",
     "Identity": "identity",
 }
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+_GATED = {
+    "silu": Activation("swiglu"),
+    "gelu": Activation("geglu"),
+    "gelu_tanh": Activation("geglu_tanh"),
+}
 
 
 def elementwise_name(act_fn: ActFn) -> str | None:
@@ -48,8 +52,7 @@ def elementwise_name(act_fn: ActFn) -> str | None:
 
 def gated_by(act_fn: ActFn) -> Activation | None:
     """The activation ``act_fn(gate) · up``, or None if we don't have it."""
-    name = _GATED.get(elementwise_name(act_fn) or "")
-    return None if name is None else Activation(name)
+    return _GATED.get(elementwise_name(act_fn) or "")
 
 
 def _clamped(act_fn: ActFn, limit: float) -> Activation | None:

@@ -49,10 +49,13 @@ def run_experts(
     down_bias = experts.down_proj_bias if experts.has_bias else None
     if experts.is_transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    rows, scheme = x.to(gate_up_proj.dtype), scheme_of(experts)
+    rows = x if x.dtype == gate_up_proj.dtype else x.to(gate_up_proj.dtype)
+    scheme = scheme_of(experts)
 
-    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
-    activation, recorder = activation_of(experts), getattr(experts, RECORDER, None)
+    # What a module lacks is looked up in its dictionary: nn.Module's own search takes longer.
+    has_norm = experts.__dict__.get("has_post_expert_norm", False)
+    norm = experts.post_expert_norm if has_norm else None
+    activation, recorder = activation_of(experts), experts.__dict__.get(RECORDER)
     if activation is not None and norm is None and recorder is None:
         out = fused_experts(
             rows,
@@ -67,7 +70,7 @@ def run_experts(
             weight_on_input=weight_on_input,
             **scheme.of_layer(),
         )
-        return out.to(x.dtype)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
         if recorder is not None:

@@ -78,7 +78,7 @@ _NOT_QUANTIZED = _NotQuantized()
 
 def scheme_of(experts: nn.Module) -> HeldScheme | _NotQuantized:
     """How the module's weights are quantised; ``.name`` is None if they are not."""
-    return getattr(experts, HELD, _NOT_QUANTIZED)
+    return experts._modules.get(HELD, _NOT_QUANTIZED)  # type: ignore[return-value]
 
 
 def weight_names(experts: ExpertsModule) -> tuple[str, str]:

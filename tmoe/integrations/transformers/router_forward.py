@@ -84,6 +84,8 @@ def _made(recipe: Recipe, numbers: tuple[str, ...], values: tuple[Any, ...]) -> 
 
 
 def read(module: RouterModule, path: str) -> Any:
+    if "." not in path:
+        return getattr(module, path)
     for name in path.split("."):
         module = getattr(module, name)
     return module
@@ -119,32 +121,50 @@ def hashed(self: RouterModule, hidden_states: Tensor, input_ids: Tensor) -> Answ
 def _matrix(
     self: RouterModule, hidden_states: Tensor, bias: Tensor | None, topk_ids: Tensor | None = None
 ) -> Answer:
-    logits, weights, ids = _routed(self, hidden_states, bias, topk_ids)
+    logits, weights, ids = _routed(self, hidden_states, bias, topk_ids, as_answered=True)
     return _answer(self, hidden_states, logits, weights, ids)
 
 
 def _routed(
-    self: RouterModule, hidden_states: Tensor, bias: Tensor | None, topk_ids: Tensor | None = None
+    self: RouterModule,
+    hidden_states: Tensor,
+    bias: Tensor | None,
+    topk_ids: Tensor | None = None,
+    *,
+    as_answered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and ids; the product in the dtype that transformers takes it in."""
+    """Logits, weights and ids; the product in the dtype that transformers takes it in. Weights and
+    ids in fp32 and int32, or in the dtypes of the answer."""
     kind: Kind = self.tmoe_kind
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    x = hidden_states
+    if x.ndim != 2:
+        x = x.reshape(-1, x.shape[-1])
     weight = read(self, kind.weight)
     linear_bias = self.bias if kind.linear_bias else None
-    if kind.in_fp32:
+    if kind.in_fp32 and weight.dtype != torch.float32:
         weight = weight.float()
-    if not kind.ignores_autocast:
+    if not kind.ignores_autocast and autocast_is_on(weight.device.type):
         (weight,) = autocast(weight)
-    if weight.dtype != torch.float32:  # which makes the product one of fp32, whatever x is
-        x = x.to(weight.dtype)
+    dtype = weight.dtype
+    if dtype not in (torch.float32, x.dtype):  # fp32 makes the product one of fp32, whatever x is
+        x = x.to(dtype)
     return router(
         x,
         weight,
         routing_of(self, kind),
-        linear_bias=None if linear_bias is None else linear_bias.to(weight.dtype),
+        linear_bias=None if linear_bias is None else linear_bias.to(dtype),
         bias=None if bias is None else bias.reshape(-1),
         topk_ids=topk_ids,
+        **(_answered_in(self, hidden_states, weight) if as_answered else {}),
     )
+
+
+def _answered_in(self: RouterModule, hidden_states: Tensor, logits: Tensor) -> dict[str, Any]:
+    """Keywords of `route` and `router`: the dtypes of the answer, for logits of that dtype."""
+    if autocast_is_on(logits.device.type):  # the product may have another one then
+        return {"ids_dtype": torch.int64}
+    dtype = _weights_dtype(self, hidden_states, logits)
+    return {"weights_dtype": dtype, "ids_dtype": torch.int64}
 
 
 def shared(self: RouterModule, hidden_states: Tensor) -> Answer:
@@ -187,7 +207,8 @@ def _layer(self: RouterModule, hidden_states: Tensor, bias: Tensor | None) -> An
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     # Hunyuan's is kept in fp32 and then wants its input so.
     logits = linear(x.float() if linear.weight.dtype == torch.float32 else x)
-    weights, ids = route(logits, routing_of(self, kind), bias=bias)
+    dtypes = _answered_in(self, hidden_states, logits)
+    weights, ids = route(logits, routing_of(self, kind), bias=bias, **dtypes)
     return _answer(self, hidden_states, logits, weights, ids)
 
 
@@ -195,10 +216,15 @@ def normed(self: RouterModule, hidden_states: Tensor) -> Answer:
     """Gemma 4: the logits of normed hidden states; first comes their softmax over all experts."""
     x = self.norm(hidden_states) * self.scale * self.scalar_root_size
     scale = self.per_expert_scale
-    routing = routing_of(self, self.tmoe_kind)
-    weights, ids, probs = route(self.proj(x), routing, expert_scale=scale, return_probs=True)
-    dtype = torch.promote_types(torch.float32, scale.dtype)
-    return probs.float(), weights.to(dtype), ids.long()
+    weights, ids, probs = route(
+        self.proj(x),
+        routing_of(self, self.tmoe_kind),
+        expert_scale=scale,
+        return_probs=True,
+        weights_dtype=torch.promote_types(torch.float32, scale.dtype),
+        ids_dtype=torch.int64,
+    )
+    return probs.float(), weights, ids
 
 
 # Blocks that select by themselves ----------------------------------------------------------------
@@ -209,7 +235,8 @@ def select(self: RouterModule, router_logits: Tensor) -> Answer:
 
 
 def select_of_input(self: RouterModule, hidden_states: Tensor, router_logits: Tensor) -> Answer:
-    weights, ids = route(router_logits, routing_of(self, self.tmoe_kind))
+    dtypes = _answered_in(self, hidden_states, router_logits)
+    weights, ids = route(router_logits, routing_of(self, self.tmoe_kind), **dtypes)
     return _answer(self, hidden_states, router_logits, weights, ids)
 
 
@@ -219,12 +246,10 @@ def select_of_input(self: RouterModule, hidden_states: Tensor, router_logits: Te
 def _answer(
     self: RouterModule, hidden_states: Tensor, logits: Tensor, weights: Tensor, ids: Tensor
 ) -> Answer:
-    answer = {
-        "logits": _logits(self, logits),
-        "weights": weights.to(_weights_dtype(self, hidden_states, logits)),
-        "ids": ids.long(),
-    }
-    return tuple(answer[name] for name in self.tmoe_kind.returns)
+    if weights.dtype != (dtype := _weights_dtype(self, hidden_states, logits)):
+        weights = weights.to(dtype)
+    answer = {"logits": _logits(self, logits), "weights": weights, "ids": ids}
+    return tuple([answer[name] for name in self.tmoe_kind.returns])
 
 
 def _weights_dtype(self: RouterModule, hidden_states: Tensor, logits: Tensor) -> torch.dtype:
