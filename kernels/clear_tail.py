@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.launch import cdiv, pdl_options
+from tmoe.kernels.launch import cdiv, launch, pdl_options
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
@@ -42,7 +42,8 @@ def clear_tail(out: Tensor, expert_offsets: Tensor) -> Tensor:
     """Zero the rows of `out` (S, N), unit column stride, from expert_offsets[E] on; return it."""
     S, N = out.shape
     if out.numel():
-        _clear_tail_kernel[(min(cdiv(S, 16), 256),)](
+        launch(
+            _clear_tail_kernel, (min(cdiv(S, 16), 256),),
             out, expert_offsets, S, expert_offsets.numel() - 1, N, out.stride(0),
             BLOCK_M=16, BLOCK_N=128, **pdl_options(out.device),
         )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 
 @triton.jit
@@ -49,7 +49,8 @@ def combine(rows: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     block_h = min(1024, max(16, next_power_of_2(H)))
-    _combine_kernel[(T, cdiv(H, block_h))](
+    launch(
+        _combine_kernel, (T, cdiv(H, block_h)),
         out, rows, slot_to_row, H, out.stride(0), out.stride(1), rows.stride(0),
         K=K, BLOCK_H=block_h, **pdl_options(out.device),
     )  # fmt: skip

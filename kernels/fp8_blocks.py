@@ -54,7 +54,7 @@ from tmoe.kernels.fp8_blocks_loader import (
     read_word,
 )
 from tmoe.kernels.fp8_blocks_result import PRODUCT, finish
-from tmoe.kernels.launch import cdiv, num_multiprocessors
+from tmoe.kernels.launch import cdiv, launch, num_multiprocessors
 from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import Scales
@@ -247,7 +247,8 @@ def fp8_blocks_gemm(
         splits=not gated or of_out is None,
         shares_scales=gated and not interleaved and N % STEP.value == 0,
     )  # fmt: skip
-    _fp8_blocks_kernel[(programs,)](
+    launch(
+        _fp8_blocks_kernel, (programs,),
         out if of_out is None else out.view(torch.uint8),
         TensorDescriptor(a, list(a.shape), list(a.stride()), box, codes),
         TensorDescriptor(w_rows, list(w_rows.shape), list(w_rows.stride()), box, codes),

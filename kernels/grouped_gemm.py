@@ -35,6 +35,7 @@ from tmoe.kernels.launch import (
     GLUON_IS_KNOWN,
     cdiv,
     fp32_precision,
+    launch,
     multiplies_fp8,
     num_multiprocessors,
     pdl_options,
@@ -183,7 +184,8 @@ def grouped_gemm(
     a_halves = a_tiles
     if a_tiles is not None and tile.halves_tails:
         a_halves = describe_rows(a, tile.block_m // 2, block_a)
-    _grouped_gemm_kernel[(programs,)](
+    launch(
+        _grouped_gemm_kernel, (programs,),
         out if scales.out is None else out.view(torch.uint8),
         a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,

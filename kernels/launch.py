@@ -1,4 +1,4 @@
-"""What a launch needs to know about the device, looked up once.
+"""How a kernel is launched, and what that needs to know about the device, looked up once.
 
 Two features of newer GPUs matter here. The tensor memory accelerator (TMA) copies a tile that a
 descriptor describes. Programmatic dependent launch (PDL) overlaps a kernel's start with the end of
@@ -9,7 +9,12 @@ left to compute. Both exist from compute capability 9.0 on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +31,38 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch that took place."""
+
+    compiled: Any  # the kernel
+    grid: tuple[int, ...]
+    bound: tuple[Any, ...]  # all arguments of the kernel, constexprs too, in its order
+
+
+_listener: ContextVar[Callable[[Launch], None] | None] = ContextVar("tmoe_launch", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """kernel[grid](*arguments, **options). All launches go through here: see `record.py`."""
+    compiled = kernel[grid](*arguments, **options)
+    hear = _listener.get()
+    if hear is not None:
+        named = {name: options[name] for name in kernel.arg_names if name in options}
+        bound = kernel.signature.bind(*arguments, **named)
+        hear(Launch(compiled, grid, tuple(bound.arguments.values())))
+
+
+@contextmanager
+def on_launch(hear: Callable[[Launch], None]) -> Iterator[None]:
+    """Inside, `hear` is told of each launch by this thread."""
+    token = _listener.set(hear)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 @cache

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 from tmoe.kernels.quantize_input import (
     TILE,
     Source,
@@ -278,7 +278,8 @@ def quantize_fp8(
         in_passes = block == "row" and not has_scale and tiling["COL_TILES"] > 1
         programs = cdiv(source.M, tiling["ROWS"]) * (1 if in_passes else tiling["COL_TILES"])
         scales, *strides = _scale_strides(scale, len(source.lead))
-        _quantize_fp8_kernel[(programs, source.L)](
+        launch(
+            _quantize_fp8_kernel, (programs, source.L),
             data, scales, copies, partial, source.x, source.pick,
             0 if copies is None else copies.shape[1],
             0 if partial is None else partial.shape[1], *strides, *source.arguments,
@@ -301,7 +302,8 @@ def dequantize_fp8(
     scale, *strides = _scale_strides(scale, data.dim() - 2)
     tiling = _tiling(block, K, whole_rows=False)
     programs = cdiv(M, tiling["ROWS"]) * tiling["COL_TILES"]
-    _dequantize_fp8_kernel[(programs, codes.shape[0])](
+    launch(
+        _dequantize_fp8_kernel, (programs, codes.shape[0]),
         out, codes, scale, M, K, *codes.stride(), *strides,
         **tiling, **pdl_options(out.device),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.activation import activate, activate_gated
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 from tmoe.kernels.quantize_ref import GATED_ACTIVATIONS, Rows
 from tmoe.kernels.rounding import amax, larger
 
@@ -211,7 +211,8 @@ def partial_amax(source: Source) -> Tensor:
     col_tiles = cdiv(source.K, cols)
     programs = min(max(1, MOST_PARTIALS.value // source.L), cdiv(source.M, rows) * col_tiles)
     partial = source.x.new_empty((source.L, programs), dtype=torch.float32)
-    _partial_amax_kernel[(programs, source.L)](
+    launch(
+        _partial_amax_kernel, (programs, source.L),
         partial, source.x, source.pick, *source.arguments,
         ROWS=rows, COLS=cols, COL_TILES=col_tiles, num_warps=8, **source.constants,
     )  # fmt: skip

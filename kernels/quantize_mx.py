@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow
-from tmoe.kernels.launch import cdiv, pdl_options
+from tmoe.kernels.launch import cdiv, launch, pdl_options
 from tmoe.kernels.quantize_input import TILE, Source, load_32, tile_width
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows, dequantize_mx_ref, quantize_mx_ref  # noqa: F401
 from tmoe.kernels.rounding import (
@@ -169,7 +169,8 @@ def quantize_mx(
     if not source.is_empty:
         per_word = (8 if K % 8 == 0 else 2) if packed else 1
         programs, tiling = _tiling(M, K)
-        _quantize_mx_kernel[(programs, source.L)](
+        launch(
+            _quantize_mx_kernel, (programs, source.L),
             data.view(torch.int32) if per_word == 8 else data, scale, source.x, source.pick,
             K // per_word, scale.shape[-1], *source.arguments,
             PER_WORD=per_word, **scale_rounding(element, scale_rule),
@@ -188,7 +189,8 @@ def dequantize_mx(data: Tensor, scale: Tensor, *, element: str, dtype: torch.dty
         codes = data.view(torch.uint8).reshape(-1, M, columns)
         bytes_ = scale.view(torch.uint8).reshape(-1, *scale.shape[-2:])
         programs, tiling = _tiling(M, K)
-        _dequantize_mx_kernel[(programs, codes.shape[0])](
+        launch(
+            _dequantize_mx_kernel, (programs, codes.shape[0]),
             out, codes, bytes_, M, K, columns, scale.shape[-1], *codes.stride(), *bytes_.stride(),
             PER_BYTE=per_byte, **tiling, **pdl_options(out.device),
         )  # fmt: skip

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow
-from tmoe.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, num_multiprocessors, pdl_options
 from tmoe.kernels.quantize_input import (
     TILE,
     Source,
@@ -252,7 +252,8 @@ def quantize_nvfp4(
         num_partials = 0 if is_given else partial.shape[1]
         num_experts = 1 if expert_offsets is None else expert_offsets.numel() - 1
         per_word = 8 if K % 8 == 0 else 2
-        _quantize_nvfp4_kernel[(row_tiles * share, source.L)](
+        launch(
+            _quantize_nvfp4_kernel, (row_tiles * share, source.L),
             data.view(torch.int32) if per_word == 8 else data, scale, g, partial, expert_offsets,
             source.x, source.pick, num_partials, num_experts, *strides,
             K // per_word, scale.shape[-1], *source.arguments,
@@ -285,7 +286,8 @@ def dequantize_nvfp4(
         programs = cdiv(M, tiling["PAIRS"] // tiling["ACROSS"]) * tiling["COL_TILES"]
         codes = data.reshape(-1, M, half)
         bytes_ = scale.view(torch.uint8).reshape(-1, *scale.shape[-2:])
-        _dequantize_nvfp4_kernel[(programs, codes.shape[0])](
+        launch(
+            _dequantize_nvfp4_kernel, (programs, codes.shape[0]),
             out, codes, bytes_, g, expert_offsets, num_experts, *strides,
             M, K, half, scale.shape[-1], *codes.stride(), *bytes_.stride(),
             BLOCK_E=next_power_of_2(num_experts), **tiling, **pdl_options(out.device),

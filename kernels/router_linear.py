@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, fp32_precision, pdl_options
+from tmoe.kernels.launch import cdiv, fp32_precision, launch, pdl_options
 
 BLOCK_T = 16  # the narrowest that tensor cores multiply
 
@@ -90,7 +90,8 @@ def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     num_parts = cdiv(H, chunk)
     parts = torch.empty((num_parts, T, E), dtype=torch.float32, device=x.device)
     if T > 0:
-        _router_linear_kernel[(num_parts, cdiv(E, block_e), cdiv(T, BLOCK_T))](
+        launch(
+            _router_linear_kernel, (num_parts, cdiv(E, block_e), cdiv(T, BLOCK_T)),
             parts, x, weight, bias, T, x.stride(0), weight.stride(0),
             E=E, H=H, CHUNK=chunk, SPLIT=split, PRECISION=fp32_precision(),
             BLOCK_T=BLOCK_T, BLOCK_E=block_e, BLOCK_H=block_h,

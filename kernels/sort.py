@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 RECOUNT_SLOTS = 1024  # beyond, programs that each count everything would do quadratic work
 MAX_BLOCK_S = 128  # a block's ranks come from BLOCK_S² comparisons
@@ -241,14 +241,16 @@ def sort_tokens(
     else:
         if not recount:
             block_counts, expert_counts = arrays[6:]
-            _count_kernel[(num_blocks,)](block_counts, *ids, **blocks, **pdl)
-            _scan_kernel[(cdiv(E, 16),)](
-                block_counts, expert_counts, num_blocks, E, CHUNK=128, BLOCK_E=16, **pdl
-            )
+            launch(_count_kernel, (num_blocks,), block_counts, *ids, **blocks, **pdl)
+            launch(
+                _scan_kernel, (cdiv(E, 16),),
+                block_counts, expert_counts, num_blocks, E, CHUNK=128, BLOCK_E=16, **pdl,
+            )  # fmt: skip
         all_slots = max(16, next_power_of_2(S)) if recount else 0
-        _sort_kernel[(num_blocks,)](
-            *arrays, *ids, RECOUNT=recount, ALL_SLOTS=all_slots, BLOCK_M=block_m, **blocks, **pdl
-        )
+        launch(
+            _sort_kernel, (num_blocks,),
+            *arrays, *ids, RECOUNT=recount, ALL_SLOTS=all_slots, BLOCK_M=block_m, **blocks, **pdl,
+        )  # fmt: skip
     tiles, slot_to_row = tiles.view(most, 3), slot_to_row.view(T, K)
     return SortedTokens(offsets, row_to_slot, slot_to_row, tiles, num_tiles, taken, block_m, K)
 
@@ -258,7 +260,8 @@ def tile_rows(expert_offsets: Tensor, num_rows: int, *, block_m: int) -> SortedT
     E, device = expert_offsets.numel() - 1, expert_offsets.device
     most = max_tiles(num_rows, E, block_m)
     tiles, num_tiles, taken = _int32_arrays(device, 3 * most, 1, 1)
-    _tiles_kernel[(16,)](
+    launch(
+        _tiles_kernel, (16,),
         tiles, num_tiles, taken, expert_offsets, E,
         BLOCK_M=block_m, BLOCK_E=max(16, next_power_of_2(E)), **pdl_options(device),
     )  # fmt: skip

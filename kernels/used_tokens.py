@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 BLOCK_T = 128
 
@@ -40,7 +40,8 @@ def used_tokens(slot_to_row: Tensor) -> Tensor:
     T, K = slot_to_row.shape
     index = slot_to_row.new_empty(T)
     if T:
-        _used_tokens_kernel[(cdiv(T, BLOCK_T),)](
+        launch(
+            _used_tokens_kernel, (cdiv(T, BLOCK_T),),
             index, slot_to_row, T, K,
             BLOCK_T=BLOCK_T, BLOCK_K=next_power_of_2(K), **pdl_options(index.device),
         )  # fmt: skip

@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 # `with torch.device("meta")` remembers the functions it is for; not those that `poisoned` makes.
 _device_constructors()
@@ -54,10 +55,11 @@ def poisoned(monkeypatch):
 
     @torch.no_grad()
     def poison(tensor):
-        if tensor.is_floating_point():
-            return tensor.fill_(float("nan"))
-        if tensor.dtype in (torch.int32, torch.int64):
-            return tensor.fill_(-(2**30))
+        with _disable_current_modes():  # a call that is being recorded doesn't do this
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            if tensor.dtype in (torch.int32, torch.int64):
+                return tensor.fill_(-(2**30))
         return tensor
 
     for name in ("empty", "empty_like", "empty_strided"):

@@ -6,8 +6,9 @@ depends on data. A call allocates the (S, I) intermediate, the (S, H) rows and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from torch import Tensor
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.replay import Replays
 from tmoe.kernels.route import route
 from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
 
-from ..dispatch.backend import NO_SCALES
+from ..dispatch.backend import NO_SCALES, Replayed
 from ..dispatch.problem import (
     ExpertsSpec,
     Problem,
@@ -55,6 +57,7 @@ class TritonBackend:
     def __init__(self, tiles: Tiles | None = None) -> None:
         """With tuned tiles, an instance is for one problem."""
         self._tiles = tiles or Tiles()
+        self._replays = Replays()
 
     def why_not(self, problem: Problem) -> str | None:
         machine = problem.machine
@@ -111,6 +114,11 @@ class TritonBackend:
         tuned = self._tiles.tuned.items()
         return "; ".join(f"tiles {tiles_name(tiles)} tuned for {way}" for way, tiles in tuned)
 
+    def repeat(
+        self, compute: Callable[..., tuple[Tensor, ...]], arguments: tuple[Any, ...]
+    ) -> Replayed:
+        return Replayed(*self._replays.run(compute, (self, *arguments), current().batch_invariant))
+
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
         return self._route(logits, routing, inputs)
 
@@ -135,7 +143,7 @@ class TritonBackend:
         self, logits: Tensor, routing: Routing, inputs: RouteInputs, sums: Tensor | None = None
     ) -> Routed:
         """`sums` receives the sum of logits that come in parts."""
-        bias, expert_scale, topk_ids, want_probs, want_counts = inputs
+        bias, expert_scale, topk_ids, want_probs, want_counts, weights_dtype, ids_dtype = inputs
         T, E = logits.shape[-2], routing.num_experts
         probs = logits.new_empty(T, E, dtype=torch.float32) if want_probs else None
         counts = logits.new_zeros(E, dtype=torch.int32) if want_counts else None
@@ -147,6 +155,8 @@ class TritonBackend:
             probs=probs,
             expert_counts=counts,
             sums=sums,
+            weights_dtype=weights_dtype,
+            ids_dtype=ids_dtype,
             **routing.kernel_arguments,
         )
         return Routed(weights, ids, probs, counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,24 @@ from ..routing import Routing
 from .problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
 
 NO_SCALES = StaticScales()
+
+
+class Recording(Protocol):
+    """How a call was computed, for calls with tensors of the same kinds."""
+
+    def fits(self) -> bool:
+        """Whether it can be repeated now."""
+
+    def replay(self, inputs: list[Tensor]) -> tuple[Tensor, ...] | None:
+        """The results for other inputs; None if it can't be repeated after all."""
+
+
+class Replayed(NamedTuple):
+    """The results of a call, how they were computed if that can be repeated, and its tensors."""
+
+    results: tuple[Tensor, ...]
+    recording: Recording | None
+    inputs: list[Tensor]
 
 
 class Backend(Protocol):
@@ -22,7 +40,8 @@ class Backend(Protocol):
     Optional: `is_compared`, True if results are compared with Triton's before the first use, of
     which `why_not` then says `tmoe.dispatch.verify.refusal`; `why_not_prepare` and `prepare` of one
     that has a layout of its own (`tmoe.dispatch.prepared`); `variants` and `tuned` of one that has
-    tiles to tune (`tmoe.dispatch.tuned`).
+    tiles to tune (`tmoe.dispatch.tuned`); `repeat(compute, arguments) -> Replayed` of one that
+    computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did.
     """
 
     name: str
