@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ def _quantized_layers() -> list[Case]:
     ]
 
 
-def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: bool) -> Case:
+def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: Any) -> Case:
     rule, E = routing.rule, routing.num_experts
     logits = _empty(num_tokens, routing.num_logits, dtype=dtype)
     inputs = RouteInputs(
@@ -251,7 +252,7 @@ def cases() -> list[Case]:
     groups = {"n_group": 8, "topk_group": 4}
     return [
         _route(Routing(8, 2, "Renormalize"), bf16, num_tokens=8192),
-        _route(Routing(64, 4, MINIMAX_M2), bf16),
+        _route(Routing(64, 4, MINIMAX_M2), bf16, weights_dtype=bf16, ids_dtype=torch.int64),
         _route(Routing(128, 8, "RenormalizeNaive"), bf16, num_tokens=8192, want_probs=True),
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
         _router(8, 4096, bf16, bf16),

@@ -104,7 +104,7 @@ def _machine(device: torch.device) -> Machine:
 
 def result_dtype(x: Tensor, wide: bool) -> torch.dtype:
     """The dtype of what `fused_experts` returns for x."""
-    return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    return torch.float32 if wide and x.dtype != torch.float64 else x.dtype
 
 
 def token_bucket(num_tokens: int) -> int:

@@ -2,5 +2,6 @@
 
 from . import experts, quantize, route  # noqa: F401  (importing them defines the ops)
 from .operation import Operation
+from .shortcut import with_shortcut
 
-__all__ = ["Operation"]
+__all__ = ["Operation", "with_shortcut"]

@@ -29,6 +29,7 @@ from ..dispatch.tuned import load_tuned, measure_call
 from ..formats.recipe import Recipe
 from ..options import Options, current
 from ..routing import Routing
+from .shortcut import note
 
 _LIBRARY = torch.library.Library("tmoe", "DEF")
 
@@ -93,7 +94,7 @@ def _problem(device: torch.device, options: Options, facts: Facts, needs_grad: b
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """One operation: three torch ops (forward, ``_backward``, ``_out``) from one description."""
 
@@ -130,18 +131,33 @@ class Operation:
 
     def run(self, arguments: Any, needs_grad: bool, out: Tensor | None) -> Any:
         first = arguments[0]
-        facts = self.facts(*arguments)
+        facts, device = self.facts(*arguments), first.device
         if first.shape[0] > 0 and not needs_grad and (preparing() or tuning() is not None):
             self.get_ready(arguments, facts)
             facts = self.facts(*arguments)
-        with _device_guard(first.device), _autocast_off(first.device):
-            try:
-                backend = _choose(first.device, current(), facts, needs_grad)
-            except NotComparedError as error:
-                backend = _choose_another(first.device, facts, needs_grad, error)
-            if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
-                backend = registry.load("torch")
+        if _is_current(device) and not torch.is_autocast_enabled(device.type):
+            return self._run(arguments, facts, needs_grad, out)
+        with _device_guard(device), _autocast_off(device):
+            return self._run(arguments, facts, needs_grad, out)
+
+    def _run(self, arguments: Any, facts: Facts, needs_grad: bool, out: Tensor | None) -> Any:
+        first = arguments[0]
+        try:
+            backend = _choose(first.device, current(), facts, needs_grad)
+        except NotComparedError as error:
+            backend = _choose_another(first.device, facts, needs_grad, error)
+        if first.shape[0] == 0:  # nothing to launch, and some libraries fail on a null pointer
+            backend = registry.load("torch")
+        repeat = getattr(backend, "repeat", None)
+        if repeat is None:
             return self.compute(backend, *arguments, out)
+        replayed = repeat(self._results, (*arguments, out))
+        note(replayed)
+        return replayed.results[0] if self.result == "Tensor" else replayed.results
+
+    def _results(self, *arguments: Any) -> tuple[Tensor, ...]:
+        result = self.compute(*arguments)
+        return (result,) if self.result == "Tensor" else result
 
     def get_ready(self, arguments: Any, facts: Facts) -> None:
         """Prepare the weights, and inside `tmoe.autotune` time what can run the call."""
@@ -231,11 +247,13 @@ def _no_fake(*arguments: Any) -> None:
     """An op that returns nothing has no shape to predict."""
 
 
+def _is_current(device: torch.device) -> bool:
+    """Whether kernels, which are launched on the current device, run where the tensors are."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
 def _device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, which may be another one than the tensors'."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
+    return nullcontext() if _is_current(device) else torch.cuda.device(device)
 
 
 def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library  # noqa: F401  (defines torch.ops.tmoe)
 from ..activation import Activation
 from ..arguments import (
     FLOATS,
@@ -26,10 +25,12 @@ from ..arguments import (
 from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..formats.recipe import Recipe
+from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
 from ..routing import Routing
 from .route import route
 
 
+@with_shortcut
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -104,6 +105,7 @@ def grouped_gemm(
     return out
 
 
+@with_shortcut
 def fused_experts(
     x: Tensor,
     gate_up_proj: Tensor,

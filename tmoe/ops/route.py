@@ -19,7 +19,7 @@ from ..arguments import (
     needs_grad,
 )
 from ..checks import expect, expect_type
-from ..library import with_shortcut  # (and it defines torch.ops.tmoe)
+from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
 from ..routing import Routing
 
 
@@ -128,8 +128,6 @@ def _check_route(
     topk_ids: Tensor | None,
 ) -> None:
     """Raise unless these fit the routing, the leading sizes `lead` and the device of `first`."""
-    if bias is None and expert_scale is None and topk_ids is None:
-        return
     E, K = routing.num_experts, routing.top_k
     rule, name = routing.rule, routing.name
     ok = bias is None or rule.takes_bias
@@ -178,8 +176,8 @@ def router(
     expect_dtype(x, op, "x", FLOATS)
     expect_dtype(weight, op, "weight", FLOATS)
     E = routing.num_logits
-    if x.ndim != 2 or weight.shape != (E, x.shape[1]):
-        expect(False, op, "weight", f"of shape ({E}, H) for x (T, H)", tuple(weight.shape))
+    ok = x.ndim == weight.ndim == 2 and weight.shape == (E, x.shape[1])
+    expect(ok, op, "weight", f"of shape ({E}, H) for x (T, H)", tuple(weight.shape))
     expect_optional(linear_bias, op, "linear_bias", (E,))
     expect_same_device(op, {"x": x}, weight=weight, linear_bias=linear_bias)
     if weight.dtype != torch.float32:
