@@ -17,6 +17,9 @@ _device_constructors()
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    from tests.interpreter import keep_language_patched
+
+    keep_language_patched()
 
 # What was measured on this machine before must not decide what a test runs.
 CACHE = tempfile.TemporaryDirectory(prefix="tmoe-tests-")
