@@ -2,18 +2,23 @@
 
 The tensors have no storage, so size costs nothing. Numbers of tokens are such that every tile in
 the table for this GPU is taken.
+
+A compilation takes a quarter of a second. So what differs between GPUs (instructions, tables,
+which codes are multiplied as they are) is compiled for every one; variants of the same kernel, for
+one GPU of those that share its way (targets.py): all else would find the same fault again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
@@ -37,6 +42,7 @@ class Case:
     name: str
     launch: Callable[[], object]
     max_spilled: int = 64  # bytes per thread: a few registers, outside the inner loop
+    gpus: Collection[str] = EVERY_GPU  # names of the targets that it is compiled for
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,11 @@ class Layer:
 
 
 QWEN3 = Layer("Qwen3-30B-A3B", 128, 8, 2048, 768)
-LAYERS = (
+OTHER_SIZES = (  # with QWEN3's GEMMs
     Layer("Mixtral-8x7B", 8, 2, 4096, 14336),
     Layer("DeepSeek-V3", 256, 8, 7168, 2048),
+)
+LAYERS = (
     Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True),
     Layer(
         "gpt-oss-120b",
@@ -163,15 +171,20 @@ def _quantized_layer(scheme: Scheme, weights: Recipe, num_tokens: int) -> Case:
 
 
 def _quantized_layers() -> list[Case]:
-    """Row tiles of every height. Schemes that differ in the quantisers alone have one GEMM."""
-    at_every_height = {"fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16"}
     return [
-        _quantized_layer(scheme, weights, num_tokens)
-        for name, scheme in SCHEMES.items()
+        _quantized_layer(scheme, weights, 512)
+        for scheme in SCHEMES.values()
         for weights in scheme.weights
-        for num_tokens in (
-            (1, 16, 256, 512, 1536, 8192, 16384) if name in at_every_height else (512,)
-        )
+    ]
+
+
+def _quantized_layers_at_every_height() -> list[Case]:
+    """Row tiles of every height. Schemes that differ in the quantisers alone have one GEMM."""
+    return [
+        _quantized_layer(SCHEMES[name], weights, num_tokens)
+        for name in ("fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16")
+        for weights in SCHEMES[name].weights
+        for num_tokens in (1, 16, 256, 1536, 8192, 16384)
     ]
 
 
@@ -246,38 +259,63 @@ def _quantisers(T: int, H: int, E: int, dtype: torch.dtype) -> list[Case]:
     ]
 
 
+# One with each kind of elements, and those with an activation or tiles of two dimensions.
+OF_EVERY_FORMAT = ("fp8 128x128", "fp8 1x128 swiglu", "mxfp4 swiglu", "nvfp4 swiglu")
+OF_EVERY_FORMAT += ("fp8 back", "mxfp8 back", "mxfp4 back", "nvfp4 back")
+
+
+def _on(gpus: Collection[str], *cases: Case) -> list[Case]:
+    return [replace(case, gpus=gpus) for case in cases]
+
+
 def cases() -> list[Case]:
     """All cases for the GPU that torch says it has."""
-    bf16 = torch.bfloat16
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     groups = {"n_group": 8, "topk_group": 4}
+    quantisers = _quantisers(16384, 7168, 8, bf16)
     return [
-        _route(Routing(8, 2, "Renormalize"), bf16, num_tokens=8192),
         _route(Routing(64, 4, MINIMAX_M2), bf16, weights_dtype=bf16, ids_dtype=torch.int64),
-        _route(Routing(128, 8, "RenormalizeNaive"), bf16, num_tokens=8192, want_probs=True),
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
-        _router(8, 4096, bf16, bf16),
-        _router(128, 2048, torch.float16, torch.float16),
-        _router(256, 7168, bf16, torch.float32),
-        _route(Routing(8, 2, "Renormalize"), bf16),
-        _route(Routing(60, 4, "Default"), bf16),
-        _route(Routing(128, 8, "RenormalizeNaive"), torch.float32),
-        _route(Routing(512, 10, "Renormalize"), bf16),
-        _route(Routing(16, 1, "Llama4"), bf16),
-        _route(Routing(128, 8, "SigmoidRenorm"), torch.float16),
-        _route(Routing(256, 8, "MiniMax2"), torch.float32),
-        _route(Routing(256, 8, "DeepSeekV3", **groups), torch.float32),
+        _route(Routing(256, 8, "DeepSeekV3", **groups), fp32),
+        _router(256, 7168, bf16, fp32),
         _grouped_gemm(bf16),
-        *(
-            c
-            for dtype in (bf16, torch.float16, torch.float32)
-            for c in _at_every_tile(QWEN3, dtype)
-        ),
-        *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
-        replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+        QWEN3.case(8192, bf16),
+        QWEN3.case(8192, fp32),
         *_quantized_layers(),
-        *_quantisers(16384, 7168, 8, bf16),
-        *_quantisers(16, 7168, 8, bf16),
-        *_quantisers(64, 2880, 8, torch.float32),
-        # Neither wide loads nor whole words of codes: every element has an address of its own.
-        *(replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, torch.float16)),
+        *(case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)),
+        *_on(
+            EVERY_KIND,
+            *_at_every_tile(QWEN3, bf16),
+            *_at_every_tile(QWEN3, fp32),
+            QWEN3.case(8192, fp16),
+            *(layer.case(8192, bf16) for layer in LAYERS),
+            replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+            *_quantized_layers_at_every_height(),
+        ),
+        *_on(
+            EVERY_TOOLCHAIN,
+            _route(Routing(8, 2, "Renormalize"), bf16, num_tokens=8192),
+            _route(Routing(128, 8, "RenormalizeNaive"), bf16, num_tokens=8192, want_probs=True),
+            _router(8, 4096, bf16, bf16),
+            _router(128, 2048, fp16, fp16),
+            _route(Routing(8, 2, "Renormalize"), bf16),
+            _route(Routing(60, 4, "Default"), bf16),
+            _route(Routing(128, 8, "RenormalizeNaive"), fp32),
+            _route(Routing(512, 10, "Renormalize"), bf16),
+            _route(Routing(16, 1, "Llama4"), bf16),
+            _route(Routing(128, 8, "SigmoidRenorm"), fp16),
+            _route(Routing(256, 8, "MiniMax2"), fp32),
+            *(layer.case(1, bf16) for layer in LAYERS),
+            *(layer.case(8192, bf16) for layer in OTHER_SIZES),
+            *(layer.case(1, bf16) for layer in OTHER_SIZES),
+            *quantisers,
+            # Neither wide loads nor whole words of codes: every element has an address of its own.
+            *(replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, fp16)),
+        ),
+        *_on(
+            MEASURED,
+            *_at_every_tile(QWEN3, fp16),
+            *_quantisers(16, 7168, 8, bf16),
+            *_quantisers(64, 2880, 8, fp32),
+        ),
     ]

@@ -41,3 +41,9 @@ TARGETS = {
         Target("gfx950", shared=163_840, matmul="v_mfma"),
     )
 }
+
+EVERY_GPU = tuple(TARGETS)
+# Without those whose tables and code paths another one has, with as much shared memory or less.
+EVERY_KIND = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+EVERY_TOOLCHAIN = ("sm_90", "gfx942")
+MEASURED = ("sm_90",)
