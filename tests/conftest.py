@@ -17,9 +17,9 @@ _device_constructors()
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-    from tests.interpreter import keep_language_patched
+    from tests.interpreter import speed_up
 
-    keep_language_patched()
+    speed_up()
 
 # What was measured on this machine before must not decide what a test runs.
 CACHE = tempfile.TemporaryDirectory(prefix="tmoe-tests-")
