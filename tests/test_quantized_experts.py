@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -23,12 +24,19 @@ def on_device(device):
         yield
 
 
-def make_weights(recipe, *, gated=True, H=H, I=I):
-    shapes = (E, 2 * I if gated else I, H), (E, H, I)
-    return [quantized(torch.randn(shape) / math.sqrt(shape[2]), recipe) for shape in shapes]
+@functools.cache
+def make_weights(recipe, *, H=H, I=I):
+    """The same ones each time. Quantisers have tests of their own; torch's is the quickest here."""
+    torch.manual_seed(0)
+    with tmoe.options(backend="torch"):
+        return [
+            quantized(torch.randn(shape) / math.sqrt(shape[2]), recipe)
+            for shape in ((E, 2 * I, H), (E, H, I))
+        ]
 
 
 def make_inputs(dtype=torch.float32, H=H):
+    torch.manual_seed(1)  # not the numbers of the weights, which may have been made before
     x = torch.randn(T, H).to(dtype)
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
     ids[0] = torch.tensor([0, 4])

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import tmoe
 from tests.packaging.conftest import ROOT, run
+from tmoe.dispatch import measure
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
@@ -34,6 +35,9 @@ def tiny_model(monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     # docs/checkpoints.md has the same call, and its test a checkpoint on disk
     monkeypatch.setattr(tmoe, "from_pretrained", from_pretrained)
+    # nobody looks at the times that autotune takes, and an interpreted layer needs seconds
+    monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(measure, "REPEATS", 1)
 
 
 def test_every_block_runs(tiny_model, capsys):
