@@ -3,6 +3,7 @@
 `pytest -m gpu` is what needs a device: real shapes, several devices, CUDA graphs.
 """
 
+import gc
 import os
 import tempfile
 
@@ -24,6 +25,10 @@ if not HAS_GPU:
 # What was measured on this machine before must not decide what a test runs.
 CACHE = tempfile.TemporaryDirectory(prefix="tmoe-tests-")
 os.environ["TMOE_CACHE_DIR"] = CACHE.name
+
+
+def pytest_collection_finish():
+    gc.freeze()  # torch's objects stay: no search for garbage need go through them again
 
 
 def pytest_collection_modifyitems(items):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tmoe
+from tests.interpreter import speed_up
 from tmoe.backends import triton_backend
 from tmoe.backends.triton_tiles import parse_tiles, tiles_name
 from tmoe.dispatch import measure
@@ -19,6 +20,7 @@ from tmoe.dispatch.problem import Machine, Problem
 from tmoe.dispatch.tuned import load_tuned, settings_key
 from tmoe.library import operation
 
+speed_up()
 E, K, H, I = 4, 2, 32, 16
 NAMES = ["16x16x32 w4 s2", "16x32x32 w4 s2", "16x16x64 w4 s2"]
 # The two ranks disagree about both: rank 0 finds the torch backend and the first tiles fastest.
