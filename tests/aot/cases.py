@@ -264,6 +264,10 @@ OF_EVERY_FORMAT = ("fp8 128x128", "fp8 1x128 swiglu", "mxfp4 swiglu", "nvfp4 swi
 OF_EVERY_FORMAT += ("fp8 back", "mxfp8 back", "mxfp4 back", "nvfp4 back")
 
 
+def _of_every_format(quantisers: list[Case]) -> list[Case]:
+    return [case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)]
+
+
 def _on(gpus: Collection[str], *cases: Case) -> list[Case]:
     return [replace(case, gpus=gpus) for case in cases]
 
@@ -273,6 +277,8 @@ def cases() -> list[Case]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     groups = {"n_group": 8, "topk_group": 4}
     quantisers = _quantisers(16384, 7168, 8, bf16)
+    # Neither wide loads nor whole words of codes: every element has an address of its own.
+    unaligned = [replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, fp16)]
     return [
         _route(Routing(64, 4, MINIMAX_M2), bf16, weights_dtype=bf16, ids_dtype=torch.int64),
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
@@ -282,7 +288,7 @@ def cases() -> list[Case]:
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
         *_quantized_layers(),
-        *(case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)),
+        *_of_every_format(quantisers),
         *_on(
             EVERY_KIND,
             *_at_every_tile(QWEN3, bf16),
@@ -305,17 +311,16 @@ def cases() -> list[Case]:
             _route(Routing(16, 1, "Llama4"), bf16),
             _route(Routing(128, 8, "SigmoidRenorm"), fp16),
             _route(Routing(256, 8, "MiniMax2"), fp32),
-            *(layer.case(1, bf16) for layer in LAYERS),
-            *(layer.case(8192, bf16) for layer in OTHER_SIZES),
-            *(layer.case(1, bf16) for layer in OTHER_SIZES),
             *quantisers,
-            # Neither wide loads nor whole words of codes: every element has an address of its own.
-            *(replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, fp16)),
+            *_of_every_format(unaligned),
         ),
         *_on(
             MEASURED,
             *_at_every_tile(QWEN3, fp16),
+            *(layer.case(1, bf16) for layer in LAYERS),
+            *(layer.case(num_tokens, bf16) for layer in OTHER_SIZES for num_tokens in (1, 8192)),
             *_quantisers(16, 7168, 8, bf16),
-            *_quantisers(64, 2880, 8, fp32),
+            *_of_every_format(_quantisers(64, 2880, 8, fp32)),
+            *unaligned,
         ),
     ]
