@@ -54,6 +54,15 @@ def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
 
 
 @triton.jit
+def _store_rows(ptr, rows, columns, stride, mask, values):
+    """fp32 `values`, or codes, as what `ptr` points to."""
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if values.dtype == tl.float32:
+        values = narrow(values, ptr.dtype.element_ty)
+    tl.store(ptrs, values, mask=mask)
+
+
+@triton.jit
 def finish_tile(
     problem, acc, expert, rows, in_expert, slots, tile_n,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -61,8 +70,8 @@ def finish_tile(
 ):  # fmt: skip
     """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation, and
     where the rows' format has a static scale also quantisation."""
-    out_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit = problem[0]
-    stride_out, stride_scale, bias_strides = problem[1]
+    out_ptr, before_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit = problem[0]
+    stride_out, stride_before, stride_scale, bias_strides = problem[1]
     if ROW_WEIGHT != "none":
         row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
         row_weight = widen(row_weight).to(tl.float32)[:, None]
@@ -79,17 +88,26 @@ def finish_tile(
             up_column = gate_column + (1 if INTERLEAVED else N)
             gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
             up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
+        if before_ptr is not None and INTERLEAVED:
+            both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
+            columns = 2 * tile_n * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+            inside = in_expert[:, None] & (columns < 2 * N)[None, :]
+            _store_rows(before_ptr, rows, columns, stride_before, inside, both)
+        elif before_ptr is not None:
+            inside = in_expert[:, None] & (offs_n < N)[None, :]
+            _store_rows(before_ptr, rows, offs_n, stride_before, inside, gate)
+            _store_rows(before_ptr, rows, offs_n + N, stride_before, inside, up)
         y = activate_gated(gate, up, alpha, limit, ACTIVATION)
     else:
         if bias_ptr is not None:
             acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
+        if before_ptr is not None:
+            inside = in_expert[:, None] & (offs_n < N)[None, :]
+            _store_rows(before_ptr, rows, offs_n, stride_before, inside, acc)
         y = activate(acc, ACTIVATION)
     if ROW_WEIGHT == "output":
         y *= row_weight
     if out_scale_ptr is not None:  # e4m3 codes of the fp32 numbers, as `quantize_fp8` makes them
         scale = tl.load(out_scale_ptr + expert * stride_scale)
         y = e4m3_codes(y, scale)
-    else:
-        y = narrow(y, out_ptr.dtype.element_ty)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
-    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
+    _store_rows(out_ptr, rows, offs_n, stride_out, in_expert[:, None] & (offs_n < N)[None, :], y)

@@ -8,7 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tmoe
 from tests.reference import fused_experts_ref, grouped_gemm_ref
+from tmoe import registry
 from tmoe.activation import GATED, UNGATED
+from tmoe.backends.triton_backend import TritonBackend
 
 NAN = float("nan")
 CASES = {
@@ -177,11 +179,19 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
 
 
-def test_a_backend_without_backward_refuses():
+class ForwardOnly(TritonBackend):
+    name = "forward_only"
+
+    def why_not(self, problem):
+        return "has no backward, and gradients are needed" if problem.needs_grad else None
+
+
+def test_a_backend_without_backward_refuses(monkeypatch):
     """GR02: no path returns a tensor that silently has no gradient."""
     leaves, keywords, _ = make(dtype=torch.float32)
-    with tmoe.options(backend="triton"):
-        with pytest.raises(tmoe.NoBackendError, match="backward"):
+    monkeypatch.setitem(registry._targets, "forward_only", f"{__name__}:ForwardOnly")
+    with tmoe.options(backend="forward_only"):
+        with pytest.raises(tmoe.NoBackendError, match="forward_only.*backward"):
             tmoe.fused_experts(**leaves, **keywords)
         with torch.no_grad():
             assert not tmoe.fused_experts(**leaves, **keywords).requires_grad
