@@ -41,25 +41,25 @@ from tmoe.kernels.sort import SortedTokens
 
 
 @triton.jit
-def _load_rows(operand, rows, columns, mask, row_to_slot_ptr, top_k, GATHER: tl.constexpr):
+def _slots(row_to_slot_ptr, rows, end_row):
+    return tl.load(row_to_slot_ptr + rows, mask=rows < end_row, other=0)
+
+
+@triton.jit
+def _load_rows(operand, at, columns, mask):
     """[rows, columns] of an operand through pointers; what `mask`, of the rows, leaves out is 0."""
     ptr, strides, num_columns = operand
-    at = rows
-    if GATHER:
-        at = tl.load(row_to_slot_ptr + rows, mask=mask, other=0) // top_k
     ptrs = ptr + at.to(tl.int64)[:, None] * strides[0] + columns[None, :] * strides[1]
     return tl.load(ptrs, mask=mask[:, None] & (columns < num_columns)[None, :], other=0.0)
 
 
 @triton.jit
-def _add_step(
-    acc, left_tile, right_tile, weight, rows, mask, row_to_slot_ptr, PRECISION: tl.constexpr
-):  # fmt: skip
+def _add_step(acc, left_tile, right_tile, row_weight_ptr, slots, mask, PRECISION: tl.constexpr):
     """acc + left_tileᵀ · right_tile, with the rows' weights in between if there are any."""
-    if weight is not None:
-        slots = tl.load(row_to_slot_ptr + rows, mask=mask, other=0)
-        loaded = widen(tl.load(weight + slots, mask=mask, other=0.0)).to(tl.float32)
-        right_tile = narrow(widen(right_tile).to(tl.float32) * loaded[:, None], right_tile.dtype)
+    if row_weight_ptr is not None:
+        weight = widen(tl.load(row_weight_ptr + slots, mask=mask, other=0.0)).to(tl.float32)
+        weighted = widen(right_tile).to(tl.float32) * weight[:, None]
+        right_tile = narrow(weighted, right_tile.dtype)
     return add_product(acc, left_tile.T, right_tile.T, None, PRECISION, False)
 
 
@@ -82,33 +82,36 @@ def _gradient_tile(
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # Whole steps may be copied; the slots of a step are loaded one step ahead.
     SPLIT: tl.constexpr = LEFT_IS_DESC or RIGHT_IS_DESC
+    SLOTS: tl.constexpr = GATHER_LEFT or GATHER_RIGHT or row_weight_ptr is not None
     end_of_steps = end_row
     if SPLIT:
         end_of_steps = first_row + (end_row - first_row) // BLOCK_S * BLOCK_S
+    slots = first_row + offs_s
+    if SLOTS:
+        slots = _slots(row_to_slot_ptr, first_row + offs_s, end_row)
     for row in tl.range(first_row, end_of_steps, BLOCK_S, num_stages=NUM_STAGES):
         rows = row + offs_s
         mask = rows < end_row
         if LEFT_IS_DESC:
             left_tile = left_tiles.load([row, tile_n * BLOCK_N])
         else:
-            left_tile = _load_rows(left, rows, offs_n, mask, row_to_slot_ptr, top_k, GATHER_LEFT)
+            left_tile = _load_rows(left, slots // top_k if GATHER_LEFT else rows, offs_n, mask)
         if RIGHT_IS_DESC:
             right_tile = right_tiles.load([row, tile_d * BLOCK_D])
         else:
-            right_tile = _load_rows(right, rows, offs_d, mask, row_to_slot_ptr, top_k, GATHER_RIGHT)
-        acc = _add_step(
-            acc, left_tile, right_tile, row_weight_ptr, rows, mask, row_to_slot_ptr, PRECISION
-        )
+            right_tile = _load_rows(right, slots // top_k if GATHER_RIGHT else rows, offs_d, mask)
+        acc = _add_step(acc, left_tile, right_tile, row_weight_ptr, slots, mask, PRECISION)
+        if SLOTS:
+            slots = _slots(row_to_slot_ptr, rows + BLOCK_S, end_row)
     if SPLIT:
         if end_of_steps < end_row:
             rows = end_of_steps + offs_s
             mask = rows < end_row
-            left_tile = _load_rows(left, rows, offs_n, mask, row_to_slot_ptr, top_k, GATHER_LEFT)
-            right_tile = _load_rows(right, rows, offs_d, mask, row_to_slot_ptr, top_k, GATHER_RIGHT)
-            acc = _add_step(
-                acc, left_tile, right_tile, row_weight_ptr, rows, mask, row_to_slot_ptr, PRECISION
-            )
+            left_tile = _load_rows(left, slots // top_k if GATHER_LEFT else rows, offs_n, mask)
+            right_tile = _load_rows(right, slots // top_k if GATHER_RIGHT else rows, offs_d, mask)
+            acc = _add_step(acc, left_tile, right_tile, row_weight_ptr, slots, mask, PRECISION)
 
     out_ptrs = out_ptr + expert.to(tl.int64) * out_strides[0] + offs_d[None, :] * out_strides[2]
     out_ptrs += offs_n.to(tl.int64)[:, None] * out_strides[1]
@@ -180,13 +183,15 @@ def weight_gradient(
 
     left: (S, N) in expert order, or with `gather_left` (T, N) in token order; right: (S, D) or
     (T, D) likewise; one dtype: fp32, fp16 or bf16, any strides. out: any strides and float dtype.
-    row_weight: (T·K,) contiguous, multiplied into the rows of `right` before they are rounded
-    again. accumulate: add to what `out` holds instead of replacing it; the sum is rounded once.
+    row_weight: (T·K,) contiguous, multiplied into the rows of one side, which are rounded again. accumulate: add to what `out` holds instead of replacing it; the sum is rounded once.
     Rows from expert_offsets[E] on are never read.
     """
     if out.stride(2) != 1 and out.stride(1) == 1:  # stored transposed: so is what is computed
-        out, left, right = out.transpose(1, 2), right, left
-        gather_left, gather_right = gather_right, gather_left
+        weight_gradient(
+            out.transpose(1, 2), right, left, order, tile, gather_left=gather_right,
+            gather_right=gather_left, row_weight=row_weight, accumulate=accumulate,
+        )  # fmt: skip
+        return out
     E, N, D = out.shape
     programs = E * cdiv(N, tile.block_n) * cdiv(D, tile.block_d)
     if tile.persistent:

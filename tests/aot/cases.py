@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
-from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
+from tmoe.dispatch.problem import ExpertGradients, ExpertsSpec, RouteInputs
 from tmoe.formats import SCHEMES, Scheme
 from tmoe.formats.recipe import Recipe
 from tmoe.kernels.launch import cdiv
@@ -73,6 +73,32 @@ class Layer:
             )
 
         return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
+
+    def training_case(
+        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False
+    ) -> Case:
+        """Forward and backward of the whole layer."""
+        E, H, I, S = self.E, self.H, self.I, num_tokens * self.K
+        columns = 2 * I if self.activation.gated else I
+        spec = ExpertsSpec(self.activation, self.interleaved, self.weight_on_input, 0, E)
+
+        def launch() -> ExpertGradients:
+            arguments = (
+                _empty(num_tokens, H, dtype=dtype),
+                self._weights(E, columns, H, dtype),
+                self._weights(E, H, I, dtype),
+                _empty(num_tokens, self.K, dtype=torch.float32),
+                _empty(num_tokens, self.K, dtype=torch.int32),
+                _empty(E, columns, dtype=dtype) if self.bias else None,
+                _empty(E, H, dtype=dtype) if self.bias else None,
+                spec,
+            )
+            y, kept = BACKEND.train_experts(*arguments)
+            assert kept.shape == (S, columns)
+            wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
+            return BACKEND.experts_backward(y, *arguments, None if recompute else kept, wanted)
+
+        return Case(f"{self.model} training T={num_tokens} {_short(dtype)}", launch)
 
     def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self.transposed:
@@ -274,6 +300,13 @@ def cases() -> list[Case]:
         ),
         *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
         replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+        *(layer.training_case(8192, bf16) for layer in LAYERS),
+        *(
+            QWEN3.training_case(num_tokens, dtype, recompute=True)
+            for dtype in (bf16, torch.float16, torch.float32)
+            for num_tokens in (16, 512, 4096)
+        ),
+        replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
         *_quantized_layers(),
         *_quantisers(16384, 7168, 8, bf16),
         *_quantisers(16, 7168, 8, bf16),
