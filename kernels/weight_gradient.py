@@ -183,7 +183,8 @@ def weight_gradient(
 
     left: (S, N) in expert order, or with `gather_left` (T, N) in token order; right: (S, D) or
     (T, D) likewise; one dtype: fp32, fp16 or bf16, any strides. out: any strides and float dtype.
-    row_weight: (T·K,) contiguous, multiplied into the rows of one side, which are rounded again. accumulate: add to what `out` holds instead of replacing it; the sum is rounded once.
+    row_weight: (T·K,) contiguous, multiplied into the rows of one side, which are rounded again.
+    accumulate: add to what `out` holds instead of replacing it; the sum is rounded once.
     Rows from expert_offsets[E] on are never read.
     """
     if out.stride(2) != 1 and out.stride(1) == 1:  # stored transposed: so is what is computed
