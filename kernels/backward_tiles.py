@@ -21,7 +21,8 @@ class GradientTile:
     rows at a time.
 
     `group_n` rows of tiles sweep the columns together. `persistent`: as many programs as the GPU
-    has multiprocessors. `copies`: rows in expert order come through descriptors where they can.
+    has multiprocessors. `copies`: rows come through descriptors where they can; `copies_out`: so
+    does the result go.
     """
 
     block_n: int
@@ -32,6 +33,7 @@ class GradientTile:
     group_n: int = 8
     persistent: bool = False
     copies: bool = True
+    copies_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ def weight_rows(
 
 
 @triton.jit
-def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
+def _load_bias(bias_ptr, bias_strides, expert, columns, inside):
     ptrs = bias_ptr + expert.to(tl.int64) * bias_strides[0] + columns * bias_strides[1]
-    return widen(tl.load(ptrs, mask=columns < num_columns, other=0.0)).to(tl.float32)[None, :]
+    return widen(tl.load(ptrs, mask=inside, other=0.0)).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -77,6 +77,20 @@ def finish_tile(
         row_weight = widen(row_weight).to(tl.float32)[:, None]
     if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
         acc *= row_weight
+    if before_ptr is not None:  # all columns at once, in the order of the sums, then no bias left
+        COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)
+        column = tl.arange(0, COLUMNS)
+        if GATED and not INTERLEAVED:
+            inside_n = tile_n * BLOCK_N + column % BLOCK_N < N
+            column = tile_n * BLOCK_N + column % BLOCK_N + (column // BLOCK_N) * N
+        else:
+            column = tile_n * COLUMNS + column
+            inside_n = column < N * (COLUMNS // BLOCK_N)
+        if bias_ptr is not None:
+            acc += _load_bias(bias_ptr, bias_strides, expert, column, inside_n)
+        inside = in_expert[:, None] & inside_n[None, :]
+        _store_rows(before_ptr, rows, column, stride_before, inside, acc)
+        bias_ptr = None
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
         if INTERLEAVED:
@@ -86,24 +100,12 @@ def finish_tile(
         if bias_ptr is not None:
             gate_column = 2 * offs_n if INTERLEAVED else offs_n
             up_column = gate_column + (1 if INTERLEAVED else N)
-            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
-            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
-        if before_ptr is not None and INTERLEAVED:
-            both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
-            columns = 2 * tile_n * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
-            inside = in_expert[:, None] & (columns < 2 * N)[None, :]
-            _store_rows(before_ptr, rows, columns, stride_before, inside, both)
-        elif before_ptr is not None:
-            inside = in_expert[:, None] & (offs_n < N)[None, :]
-            _store_rows(before_ptr, rows, offs_n, stride_before, inside, gate)
-            _store_rows(before_ptr, rows, offs_n + N, stride_before, inside, up)
+            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, gate_column < 2 * N)
+            up += _load_bias(bias_ptr, bias_strides, expert, up_column, up_column < 2 * N)
         y = activate_gated(gate, up, alpha, limit, ACTIVATION)
     else:
         if bias_ptr is not None:
-            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
-        if before_ptr is not None:
-            inside = in_expert[:, None] & (offs_n < N)[None, :]
-            _store_rows(before_ptr, rows, offs_n, stride_before, inside, acc)
+            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, offs_n < N)
         y = activate(acc, ACTIVATION)
     if ROW_WEIGHT == "output":
         y *= row_weight

@@ -300,7 +300,8 @@ def cases() -> list[Case]:
         ),
         *(layer.case(num_tokens, bf16) for layer in LAYERS for num_tokens in (1, 8192)),
         replace(UNALIGNED.case(8192, bf16), max_spilled=640),
-        *(layer.training_case(8192, bf16) for layer in LAYERS),
+        # On Blackwell a thread holds a whole row's columns, and so the bias of each.
+        *(replace(layer.training_case(8192, bf16), max_spilled=128) for layer in LAYERS),
         *(
             QWEN3.training_case(num_tokens, dtype, recompute=True)
             for dtype in (bf16, torch.float16, torch.float32)

@@ -75,7 +75,7 @@ class TritonBackend:
             return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
         if problem.needs_grad and problem.scheme is not None:
             return f"{problem.scheme} weights have no backward, and gradients are needed"
-        if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts"):
+        if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts", "route"):
             return f"the kernels of {problem.op} have no backward, and gradients are needed"
         if problem.dtype not in DTYPES:
             return (

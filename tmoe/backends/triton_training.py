@@ -3,15 +3,19 @@
     h = x[t]·gate_upᵀ + b₁     a = act(h)     d = a·downᵀ + b₂     y[t] = Σ_k w·d        (forward)
 
     g        = dy[t] · down                      grouped GEMM, dy gathered on the way in
-    d_h, w·a, d_w = from h, g and w              one pass over the rows
-    d_down   = Σ_s dy[t]ᵀ ⊗ (w·a)                weight gradient, dy gathered
-    d_gate_up = Σ_s d_hᵀ ⊗ x[t]                  weight gradient, x gathered
+    d_h, w·a, d_w = from h, g and w              one pass over the rows; w·a over g
     d_x[t]   = Σ_k d_h · gate_up                 grouped GEMM, then combine
+    d_down   = Σ_s dy[t]ᵀ ⊗ (w·a)                permute dy, then weight gradient
+    d_gate_up = Σ_s d_hᵀ ⊗ x[t]                  permute x, then weight gradient
 
 Where the routing weight is on the input, it multiplies x instead of d. A step that no wanted
 gradient needs isn't taken. All sums run in an order that the data doesn't decide, so every run
-gives the same bits. Beside the gradients a call allocates, per row, 3I numbers and H more when the
-first I are free again; h is kept from the forward or computed again.
+gives the same bits.
+
+Beside the gradients a call allocates, per row, 2I numbers for d_h, I for g and H for the products
+that d_x sums up, whose memory then holds the permuted dy and x. h is kept from the forward; where
+it is computed again, d_h is written over it. The weights' gradients come last: till then nothing of
+their size exists.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.permute import permute
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
@@ -78,7 +83,8 @@ def experts_backward(
     d_hidden = activated = None
     if needs.hidden:
         assert hidden is not None
-        d_hidden = torch.empty_like(hidden) if needs.d_hidden else None
+        if needs.d_hidden:
+            d_hidden = hidden if kept is None else torch.empty_like(hidden)
         if wanted.down_proj:
             activated = x.new_empty(S, I) if grad is None else grad
         d_weight = None
@@ -91,47 +97,48 @@ def experts_backward(
             gated=activation.gated, interleaved=spec.interleaved, alpha=activation.alpha,
             limit=activation.limit,
         )  # fmt: skip
-    del hidden, kept
+    del hidden, kept, grad
+
+    rows = x.new_empty(S, H) if needs.rows else None
+    if needs.d_rows:
+        assert d_hidden is not None and rows is not None
+        grouped_gemm(rows, d_hidden, gate_up_proj.transpose(1, 2), order, tiles.d_rows)
+        d_x = x.new_empty(T, H) if wanted.x else None
+        if on_input is None:
+            assert d_x is not None
+            combine(rows, order.slot_to_row, d_x)
+        else:
+            dots = None
+            if wanted.topk_weights:
+                dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
+                gradients["topk_weights"] = dots
+            weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
+        if d_x is not None:
+            gradients["x"] = d_x
+    if wanted.topk_weights:
+        gradients["topk_weights"] = gradients["topk_weights"].to(topk_weights.dtype)
+
     if wanted.down_bias:
         assert down_bias is not None
         gradients["down_bias"] = bias_gradient(
             torch.empty_like(down_bias), dy, order, gather=True, row_weight=on_output
         )
     if wanted.down_proj:
-        assert activated is not None
+        assert activated is not None and rows is not None
         gradients["down_proj"] = weight_gradient(
-            torch.empty_like(down_proj), dy, activated, order, tiles.weights, gather_left=True
-        )
-    del grad, activated
+            torch.empty_like(down_proj), permute(rows, dy, order), activated,
+            order.expert_offsets, tiles.weights,
+        )  # fmt: skip
+    del activated
     if wanted.gate_up_bias:
         assert gate_up_bias is not None and d_hidden is not None
         gradients["gate_up_bias"] = bias_gradient(torch.empty_like(gate_up_bias), d_hidden, order)
     if wanted.gate_up_proj:
-        assert d_hidden is not None
+        assert d_hidden is not None and rows is not None
         gradients["gate_up_proj"] = weight_gradient(
-            torch.empty_like(gate_up_proj), d_hidden, x, order, tiles.weights, gather_right=True,
-            row_weight=on_input,
+            torch.empty_like(gate_up_proj), d_hidden, permute(rows, x, order, row_weight=on_input),
+            order.expert_offsets, tiles.weights,
         )  # fmt: skip
-    if needs.d_rows:
-        assert d_hidden is not None
-        d_rows = grouped_gemm(
-            x.new_empty(S, H), d_hidden, gate_up_proj.transpose(1, 2), order, tiles.d_rows
-        )
-        del d_hidden
-        d_x = x.new_empty(T, H) if wanted.x else None
-        if on_input is None:
-            assert d_x is not None
-            combine(d_rows, order.slot_to_row, d_x)
-        else:
-            dots = None
-            if wanted.topk_weights:
-                dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
-                gradients["topk_weights"] = dots
-            weighted_combine(d_rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
-        if d_x is not None:
-            gradients["x"] = d_x
-    if wanted.topk_weights:
-        gradients["topk_weights"] = gradients["topk_weights"].to(topk_weights.dtype)
     return ExpertGradients(**gradients)
 
 
@@ -141,6 +148,7 @@ class _Needs:
     def __init__(self, wanted: ExpertGradients, weight_on_input: bool) -> None:
         d_input_weight = wanted.topk_weights and weight_on_input
         self.d_rows = wanted.x or d_input_weight
+        self.rows = self.d_rows or wanted.down_proj or wanted.gate_up_proj
         self.d_hidden = self.d_rows or wanted.gate_up_proj or wanted.gate_up_bias
         self.d_activated = self.d_hidden or wanted.topk_weights
         self.hidden = self.d_activated or wanted.down_proj
@@ -164,7 +172,9 @@ def grouped_gemm_backward(
         d_a = grouped_gemm(a.new_empty(S, D), dy, b.transpose(1, 2), order, tiles.d_rows)
         gradients["a"] = clear_tail(d_a, expert_offsets)
     if wanted.b:
-        gradients["b"] = weight_gradient(torch.empty_like(b), dy, a, order, tiles.weights)
+        gradients["b"] = weight_gradient(
+            torch.empty_like(b), dy, a, expert_offsets, tiles.weights
+        )
     if wanted.bias:
         assert bias is not None
         gradients["bias"] = bias_gradient(torch.empty_like(bias), dy, order)

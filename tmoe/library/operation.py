@@ -3,7 +3,7 @@
 An op is opaque to the compiler, so the dispatcher runs inside it and is never traced. Each op has a
 fake kernel (the result's shape without the result) and a backward, which is one more op. Unless
 `training.py` brings another one, it runs the forward again with the torch backend and
-differentiates that, for the inputs that need it only.
+differentiates that, for the inputs that need it only; `replay` says what needn't be found again.
 Whether gradients are needed comes from outside, where autograd's state can be seen.
 """
 
@@ -113,6 +113,7 @@ class Operation:
     fake: Callable[..., Any]  # (*arguments, needs_grad)
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
     differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
+    replay: Callable[..., Any] | None = None  # (arguments, results) -> the backward's arguments
     prepare: Callable[..., None] | None = None  # (problem, backends, whether all, *arguments)
     release: Callable[..., None] | None = None  # (backend to keep, *arguments)
 
@@ -226,6 +227,8 @@ class Operation:
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *arguments, _ = inputs
+        if self.replay is not None:
+            arguments = self.replay(arguments, output)
         ctx.save_for_backward(*(value for value in arguments if isinstance(value, Tensor)))
         ctx.arguments = [_SAVED if isinstance(value, Tensor) else value for value in arguments]
 
@@ -274,6 +277,8 @@ def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient` with the strides that the fake kernel promised."""
-    promised = torch.empty_like(tensor)
-    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
+    """`gradient` with the strides that the fake kernel promised: those of empty_like."""
+    if gradient.stride() == tensor.stride():  # then empty_like keeps them
+        return gradient
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
