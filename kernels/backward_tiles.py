@@ -49,7 +49,8 @@ class BackwardTiles:
         assert self.d_activated.block_m == self.d_rows.block_m, "one list of row tiles serves both"
 
 
-# Backward. Not measured yet.
+# An expert of few rows is mostly stores: two programs of a multiprocessor take turns.
+_PRODUCTS = Tile(128, 256, 64, 8, 3, persistent=True)
 HOPPER_BACKWARD = (
     BackwardTiles(
         Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), GradientTile(128, 128, 32, 4, 3), 8
@@ -57,11 +58,8 @@ HOPPER_BACKWARD = (
     BackwardTiles(
         Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), GradientTile(128, 128, 64, 4, 3), 48
     ),
-    BackwardTiles(
-        Tile(128, 256, 64, 8, 3, persistent=True),
-        Tile(128, 256, 64, 8, 3, persistent=True),
-        GradientTile(128, 256, 64, 8, 3),
-    ),
+    BackwardTiles(_PRODUCTS, _PRODUCTS, GradientTile(128, 128, 64, 4, 3), 768),
+    BackwardTiles(_PRODUCTS, _PRODUCTS, GradientTile(256, 128, 64, 8, 3)),
 )
 PORTABLE_BACKWARD = (
     BackwardTiles(

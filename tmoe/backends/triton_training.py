@@ -172,9 +172,7 @@ def grouped_gemm_backward(
         d_a = grouped_gemm(a.new_empty(S, D), dy, b.transpose(1, 2), order, tiles.d_rows)
         gradients["a"] = clear_tail(d_a, expert_offsets)
     if wanted.b:
-        gradients["b"] = weight_gradient(
-            torch.empty_like(b), dy, a, expert_offsets, tiles.weights
-        )
+        gradients["b"] = weight_gradient(torch.empty_like(b), dy, a, expert_offsets, tiles.weights)
     if wanted.bias:
         assert bias is not None
         gradients["bias"] = bias_gradient(torch.empty_like(bias), dy, order)
