@@ -131,6 +131,24 @@ def test_low_precision(dtype):
         assert error < 4 * torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_of_a_partial_sum_in_float32(recompute):
+    """16-bit experts whose result isn't rounded: its gradient is fp32, theirs are not."""
+    leaves, keywords, reference_keywords = make(dtype=torch.bfloat16, bias=True)
+    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    with tmoe.options(recompute=recompute):
+        y = tmoe.fused_experts(**leaves, **keywords, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    got, truth = (
+        gradients(y, leaves),
+        gradients(fused_experts_ref(**wide, **reference_keywords), wide),
+    )
+    for name in leaves:
+        assert got[name].dtype == torch.bfloat16
+        error = (got[name].double() - truth[name]).norm() / truth[name].norm()
+        assert error < 4 * torch.finfo(torch.bfloat16).eps, name
+
+
 @pytest.mark.parametrize(
     "sizes, tail", [((2, 3), 3), ((6,), 2), ((0, 0), 0), ((4, 0), 0), ((0, 4), 0)]
 )

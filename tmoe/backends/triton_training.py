@@ -64,7 +64,7 @@ def experts_backward(
         first_expert=spec.first_expert,
         block_m=tiles.d_activated.block_m,
     )
-    dy, weights = _with_unit_stride(dy), topk_weights.contiguous()
+    dy, weights = _with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     needs = _Needs(wanted, spec.weight_on_input)
     gradients: dict[str, Tensor] = {}
