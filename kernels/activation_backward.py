@@ -24,7 +24,7 @@ from torch import Tensor
 from tmoe.kernels.activation_gradient import activate_gated_gradient, activate_gradient
 from tmoe.kernels.activation_ref import activate_ref
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import next_power_of_2, pdl_options
+from tmoe.kernels.launch import launch, next_power_of_2, pdl_options
 from tmoe.kernels.sort import SortedTokens
 
 BLOCK_R = 8  # rows of a program; row tiles are multiples
@@ -167,7 +167,8 @@ def activation_backward(
     if programs == 0:
         return
     block_i = min(256, max(16, next_power_of_2(I)))
-    _activation_backward_kernel[(programs,)](
+    launch(
+        _activation_backward_kernel, (programs,),
         d_hidden, activated, d_weight, hidden, grad, row_weight,
         None if bias is None else dy, bias, order.row_to_slot, order.tiles, order.num_tiles,
         I, 0 if bias is None else bias.shape[1], order.top_k,

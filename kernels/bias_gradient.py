@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 from tmoe.kernels.sort import SortedTokens
 
 
@@ -76,7 +76,8 @@ def bias_gradient(
     """
     E, N = out.shape
     block_n = min(128, max(16, next_power_of_2(N)))
-    _bias_gradient_kernel[(E, cdiv(N, block_n))](
+    launch(
+        _bias_gradient_kernel, (E, cdiv(N, block_n)),
         out, rows, row_weight, order.row_to_slot, order.expert_offsets,
         N, order.top_k, out.stride(), rows.stride(0),
         GATHER=gather, BLOCK_S=32, BLOCK_N=block_n, **pdl_options(out.device),

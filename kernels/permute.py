@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 from tmoe.kernels.sort import SortedTokens
 
 BLOCK_R = 8  # rows of a program
@@ -63,7 +63,8 @@ def permute(
     S, H = out.shape
     if S == 0:
         return out
-    _permute_kernel[(cdiv(S, BLOCK_R),)](
+    launch(
+        _permute_kernel, (cdiv(S, BLOCK_R),),
         out, x, row_weight, order.row_to_slot, order.expert_offsets,
         order.expert_offsets.numel() - 1, H, order.top_k, out.stride(0), *x.stride(),
         BLOCK_R=BLOCK_R, BLOCK_H=min(1024, max(16, next_power_of_2(H))),

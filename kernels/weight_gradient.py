@@ -32,6 +32,7 @@ from tmoe.kernels.gemm_tile import tile_position
 from tmoe.kernels.launch import (
     cdiv,
     fp32_precision,
+    launch,
     num_multiprocessors,
     pdl_options,
     supports_tma,
@@ -168,7 +169,8 @@ def weight_gradient(
         if tile.copies_out and not accumulate:
             out_tiles = describe_weights(out, tile.block_n, tile.block_d, halves=False)
     described = left_tiles is not None and right_tiles is not None
-    _weight_gradient_kernel[(programs,)](
+    launch(
+        _weight_gradient_kernel, (programs,),
         out, left, right, out_tiles, *((left_tiles, right_tiles) if described else (None, None)),
         expert_offsets, E, N, D, out.stride(), left.stride(), right.stride(),
         OUT_IS_DESC=out_tiles is not None, ROWS_ARE_DESC=described,

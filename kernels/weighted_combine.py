@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import next_power_of_2, pdl_options
+from tmoe.kernels.launch import launch, next_power_of_2, pdl_options
 
 
 @triton.jit
@@ -75,7 +75,8 @@ def weighted_combine(
     if T == 0:
         return
     block_h = min(1024, max(16, next_power_of_2(H)))
-    _weighted_combine_kernel[(T,)](
+    launch(
+        _weighted_combine_kernel, (T,),
         out, dots, rows, x, weights, slot_to_row,
         H, 0 if out is None else out.stride(0), rows.stride(0), *x.stride(),
         K=K, BLOCK_K=next_power_of_2(K), BLOCK_H=block_h, **pdl_options(rows.device),
