@@ -20,9 +20,8 @@ class GradientTile:
     """One program's share of a weight gradient: block_n × block_d of an expert's matrix, block_s
     rows at a time.
 
-    `group_n` rows of tiles sweep the columns together. `persistent`: as many programs as the GPU
-    has multiprocessors. `copies`: rows come through descriptors where they can; `copies_out`: so
-    does the result go.
+    `group_n` rows of tiles sweep the columns together. `copies_out`: the result goes through a
+    descriptor where it can, as the rows come.
     """
 
     block_n: int
@@ -31,8 +30,6 @@ class GradientTile:
     num_warps: int
     num_stages: int
     group_n: int = 8
-    persistent: bool = False
-    copies: bool = True
     copies_out: bool = False
 
 
@@ -49,17 +46,17 @@ class BackwardTiles:
         assert self.d_activated.block_m == self.d_rows.block_m, "one list of row tiles serves both"
 
 
-# An expert of few rows is mostly stores: two programs of a multiprocessor take turns.
 _PRODUCTS = Tile(128, 256, 64, 8, 3, persistent=True)
+# With some hundred rows an expert's gradient is mostly stores: two programs of a multiprocessor
+# take turns. With more, one product of 128 × 256 keeps the tensor cores fed. As many programs as
+# there are multiprocessors, each walking through several tiles, lost everywhere.
+_MANY_STORES = GradientTile(128, 128, 32, 4, 5, copies_out=True)
+_MANY_ROWS = GradientTile(128, 256, 64, 8, 3, copies_out=True)
 HOPPER_BACKWARD = (
-    BackwardTiles(
-        Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), GradientTile(128, 128, 32, 4, 3), 8
-    ),
-    BackwardTiles(
-        Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), GradientTile(128, 128, 64, 4, 3), 48
-    ),
-    BackwardTiles(_PRODUCTS, _PRODUCTS, GradientTile(128, 128, 64, 4, 3), 768),
-    BackwardTiles(_PRODUCTS, _PRODUCTS, GradientTile(256, 128, 64, 8, 3)),
+    BackwardTiles(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), _MANY_STORES, 8),
+    BackwardTiles(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), _MANY_STORES, 48),
+    BackwardTiles(_PRODUCTS, _PRODUCTS, _MANY_STORES, 768),
+    BackwardTiles(_PRODUCTS, _PRODUCTS, _MANY_ROWS),
 )
 PORTABLE_BACKWARD = (
     BackwardTiles(

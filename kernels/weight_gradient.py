@@ -33,7 +33,6 @@ from tmoe.kernels.launch import (
     cdiv,
     fp32_precision,
     launch,
-    num_multiprocessors,
     pdl_options,
     supports_tma,
 )
@@ -49,15 +48,26 @@ def _load_rows(operand, rows, columns, end_row):
 
 
 @triton.jit
-def _gradient_tile(
-    out, left, right, out_tiles, left_tiles, right_tiles, expert_offsets_ptr,
-    index, tiles_n, tiles_d,
+def _weight_gradient_kernel(
+    out_ptr,  # (E, N, D)  written, or added to
+    left_ptr,  # (S, N)
+    right_ptr,  # (S, D)
+    out_tiles,  # descriptor of (1, BLOCK_N, BLOCK_D) tiles of `out`, or None
+    left_tiles,  # descriptor of (BLOCK_S, BLOCK_N) tiles of `left`, or None
+    right_tiles,  # the same of `right`
+    expert_offsets_ptr,  # (E+1,)
+    N, D, out_strides, left_strides, right_strides,
     OUT_IS_DESC: tl.constexpr, ROWS_ARE_DESC: tl.constexpr, ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, GROUP_N: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile, from its first load to its stores."""
-    out_ptr, out_strides, N, D = out
+    """Grid: (E · tiles,)."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    left, right = (left_ptr, left_strides, N), (right_ptr, right_strides, D)
+    tiles_n, tiles_d = tl.cdiv(N, BLOCK_N), tl.cdiv(D, BLOCK_D)
+    index = tl.program_id(0)
     expert = index // (tiles_n * tiles_d)
     tile_n, tile_d = tile_position(index % (tiles_n * tiles_d), tiles_n, tiles_d, GROUP_N)
     first_row = tl.load(expert_offsets_ptr + expert)
@@ -95,43 +105,6 @@ def _gradient_tile(
             inside = inside & (first_row < end_row)
             acc += widen(tl.load(out_ptrs, mask=inside, other=0.0)).to(tl.float32)
         tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_experts"])
-def _weight_gradient_kernel(
-    out_ptr,  # (E, N, D)  written, or added to
-    left_ptr,  # (S, N)
-    right_ptr,  # (S, D)
-    out_tiles,  # descriptor of (1, BLOCK_N, BLOCK_D) tiles of `out`, or None
-    left_tiles,  # descriptor of (BLOCK_S, BLOCK_N) tiles of `left`, or None
-    right_tiles,  # the same of `right`
-    expert_offsets_ptr,  # (E+1,)
-    num_experts, N, D, out_strides, left_strides, right_strides,
-    OUT_IS_DESC: tl.constexpr, ROWS_ARE_DESC: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, GROUP_N: tl.constexpr,
-    PERSISTENT: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (E · tiles,) or, if PERSISTENT, (multiprocessors,)."""
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-    out = (out_ptr, out_strides, N, D)
-    left, right = (left_ptr, left_strides, N), (right_ptr, right_strides, D)
-    tiles_n, tiles_d = tl.cdiv(N, BLOCK_N), tl.cdiv(D, BLOCK_D)
-    if PERSISTENT:
-        start, step = tl.program_id(0), tl.num_programs(0)
-        for index in tl.range(start, num_experts * tiles_n * tiles_d, step, flatten=True):
-            _gradient_tile(
-                out, left, right, out_tiles, left_tiles, right_tiles, expert_offsets_ptr,
-                index, tiles_n, tiles_d, OUT_IS_DESC, ROWS_ARE_DESC, ACCUMULATE, PRECISION,
-                NUM_STAGES, BLOCK_N, BLOCK_D, BLOCK_S, GROUP_N,
-            )  # fmt: skip
-    else:
-        _gradient_tile(
-            out, left, right, out_tiles, left_tiles, right_tiles, expert_offsets_ptr,
-            tl.program_id(0), tiles_n, tiles_d, OUT_IS_DESC, ROWS_ARE_DESC, ACCUMULATE, PRECISION,
-            NUM_STAGES, BLOCK_N, BLOCK_D, BLOCK_S, GROUP_N,
-        )  # fmt: skip
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -159,24 +132,20 @@ def weight_gradient(
         return out
     E, N, D = out.shape
     programs = E * cdiv(N, tile.block_n) * cdiv(D, tile.block_d)
-    if tile.persistent:
-        programs = min(programs, num_multiprocessors(out.device))
     out_tiles = left_tiles = right_tiles = None
     if supports_tma(out.device):
-        if tile.copies:
-            left_tiles = describe_rows(left, tile.block_s, tile.block_n)
-            right_tiles = describe_rows(right, tile.block_s, tile.block_d)
+        left_tiles = describe_rows(left, tile.block_s, tile.block_n)
+        right_tiles = describe_rows(right, tile.block_s, tile.block_d)
         if tile.copies_out and not accumulate:
             out_tiles = describe_weights(out, tile.block_n, tile.block_d, halves=False)
     described = left_tiles is not None and right_tiles is not None
     launch(
         _weight_gradient_kernel, (programs,),
         out, left, right, out_tiles, *((left_tiles, right_tiles) if described else (None, None)),
-        expert_offsets, E, N, D, out.stride(), left.stride(), right.stride(),
+        expert_offsets, N, D, out.stride(), left.stride(), right.stride(),
         OUT_IS_DESC=out_tiles is not None, ROWS_ARE_DESC=described,
         ACCUMULATE=accumulate, PRECISION=fp32_precision(), NUM_STAGES=tile.num_stages,
         BLOCK_N=tile.block_n, BLOCK_D=tile.block_d, BLOCK_S=tile.block_s, GROUP_N=tile.group_n,
-        PERSISTENT=tile.persistent,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(out.device),
     )  # fmt: skip
     return out

@@ -18,10 +18,8 @@ NAN = float("nan")
 SMALL = GradientTile(16, 32, 16, 4, 2)
 TILES = {
     "copies": SMALL,
-    "pointers": replace(SMALL, copies=False),
     "copies, out too": replace(SMALL, copies_out=True),
-    "persistent": replace(SMALL, persistent=True, copies_out=True),
-    "persistent, pointers": replace(SMALL, persistent=True, copies=False, group_n=1),
+    "one row of tiles at a time": replace(SMALL, group_n=1),
     "a tile for all": GradientTile(64, 64, 64, 4, 2),
 }
 COUNTS = (5, 0, 16, 37, 0)  # less than a step, none, one step, two and a rest
