@@ -16,7 +16,7 @@ from tmoe.kernels.activation_ref import activate_ref  # noqa: F401  (in torch; u
 
 
 @triton.jit
-def _clamp_above(x, limit):
+def clamp_above(x, limit):
     if limit is None:
         return x
     else:
@@ -24,7 +24,7 @@ def _clamp_above(x, limit):
 
 
 @triton.jit
-def _clamp_both(x, limit):
+def clamp_both(x, limit):
     if limit is None:
         return x
     else:
@@ -46,13 +46,13 @@ def _gelu_tanh(x):
 def activate_gated(gate, up, alpha, limit, NAME: tl.constexpr):
     """act(gate, up), fp32 in and out, any shape."""
     if NAME == "swiglu":
-        gate = _clamp_above(gate, limit)
-        return gate * tl.sigmoid(gate) * _clamp_both(up, limit)
+        gate = clamp_above(gate, limit)
+        return gate * tl.sigmoid(gate) * clamp_both(up, limit)
     elif NAME == "swiglu_oai":
-        gate = _clamp_above(gate, limit)
-        return gate * tl.sigmoid(alpha * gate) * (_clamp_both(up, limit) + 1.0)
+        gate = clamp_above(gate, limit)
+        return gate * tl.sigmoid(alpha * gate) * (clamp_both(up, limit) + 1.0)
     elif NAME == "swiglu_step":
-        return _clamp_above(gate * tl.sigmoid(gate), limit) * _clamp_both(up, limit)
+        return clamp_above(gate * tl.sigmoid(gate), limit) * clamp_both(up, limit)
     elif NAME == "geglu":
         return _gelu(gate) * up
     else:

@@ -24,7 +24,7 @@ from tmoe.kernels.weight_codes import (
 
 
 @triton.jit
-def _add_product(acc, a, w, factor, PRECISION: tl.constexpr, NARROW: tl.constexpr):
+def add_product(acc, a, w, factor, PRECISION: tl.constexpr, NARROW: tl.constexpr):
     """acc + (a · wᵀ) · factor, or without a factor; all of it transposed if NARROW."""
     a, w = widen(a), widen(w)
     left = w if NARROW else a
@@ -139,7 +139,7 @@ def compute_tile(
                     scales, expert, a_rows, w_rows, d // 128, tile_n, N,
                     CODES, GATED, INTERLEAVED, NARROW, BLOCK_N,
                 )  # fmt: skip
-            acc = _add_product(acc, a_tile, w_tile, factor, PRECISION, NARROW)
+            acc = add_product(acc, a_tile, w_tile, factor, PRECISION, NARROW)
 
     if NARROW:
         acc = acc.T

@@ -48,9 +48,18 @@ def weight_rows(
 
 
 @triton.jit
-def _load_bias(bias_ptr, bias_strides, expert, columns, num_columns):
+def _load_bias(bias_ptr, bias_strides, expert, columns, inside):
     ptrs = bias_ptr + expert.to(tl.int64) * bias_strides[0] + columns * bias_strides[1]
-    return widen(tl.load(ptrs, mask=columns < num_columns, other=0.0)).to(tl.float32)[None, :]
+    return widen(tl.load(ptrs, mask=inside, other=0.0)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_rows(ptr, rows, columns, stride, mask, values):
+    """fp32 `values`, or codes, as what `ptr` points to."""
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if values.dtype == tl.float32:
+        values = narrow(values, ptr.dtype.element_ty)
+    tl.store(ptrs, values, mask=mask)
 
 
 @triton.jit
@@ -61,13 +70,27 @@ def finish_tile(
 ):  # fmt: skip
     """From the product [BLOCK_M, COLUMNS] in fp32 to the stored rows: weight, bias, activation, and
     where the rows' format has a static scale also quantisation."""
-    out_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit = problem[0]
-    stride_out, stride_scale, bias_strides = problem[1]
+    out_ptr, before_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit = problem[0]
+    stride_out, stride_before, stride_scale, bias_strides = problem[1]
     if ROW_WEIGHT != "none":
         row_weight = tl.load(row_weight_ptr + slots, mask=in_expert, other=0.0)
         row_weight = widen(row_weight).to(tl.float32)[:, None]
     if ROW_WEIGHT == "input":  # (weight · a) @ w, before bias and activation
         acc *= row_weight
+    if before_ptr is not None:  # all columns at once, in the order of the sums, then no bias left
+        COLUMNS: tl.constexpr = BLOCK_N * (2 if GATED else 1)
+        column = tl.arange(0, COLUMNS)
+        if GATED and not INTERLEAVED:
+            inside_n = tile_n * BLOCK_N + column % BLOCK_N < N
+            column = tile_n * BLOCK_N + column % BLOCK_N + (column // BLOCK_N) * N
+        else:
+            column = tile_n * COLUMNS + column
+            inside_n = column < N * (COLUMNS // BLOCK_N)
+        if bias_ptr is not None:
+            acc += _load_bias(bias_ptr, bias_strides, expert, column, inside_n)
+        inside = in_expert[:, None] & inside_n[None, :]
+        _store_rows(before_ptr, rows, column, stride_before, inside, acc)
+        bias_ptr = None
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
         if INTERLEAVED:
@@ -77,19 +100,16 @@ def finish_tile(
         if bias_ptr is not None:
             gate_column = 2 * offs_n if INTERLEAVED else offs_n
             up_column = gate_column + (1 if INTERLEAVED else N)
-            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, 2 * N)
-            up += _load_bias(bias_ptr, bias_strides, expert, up_column, 2 * N)
+            gate += _load_bias(bias_ptr, bias_strides, expert, gate_column, gate_column < 2 * N)
+            up += _load_bias(bias_ptr, bias_strides, expert, up_column, up_column < 2 * N)
         y = activate_gated(gate, up, alpha, limit, ACTIVATION)
     else:
         if bias_ptr is not None:
-            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, N)
+            acc += _load_bias(bias_ptr, bias_strides, expert, offs_n, offs_n < N)
         y = activate(acc, ACTIVATION)
     if ROW_WEIGHT == "output":
         y *= row_weight
     if out_scale_ptr is not None:  # e4m3 codes of the fp32 numbers, as `quantize_fp8` makes them
         scale = tl.load(out_scale_ptr + expert * stride_scale)
         y = e4m3_codes(y, scale)
-    else:
-        y = narrow(y, out_ptr.dtype.element_ty)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out + offs_n[None, :]
-    tl.store(out_ptrs, y, mask=in_expert[:, None] & (offs_n < N)[None, :])
+    _store_rows(out_ptr, rows, offs_n, stride_out, in_expert[:, None] & (offs_n < N)[None, :], y)

@@ -52,6 +52,7 @@ if GLUON_IS_KNOWN:
 @triton.jit(do_not_specialize=["max_tiles", "top_k", "alpha", "limit"])
 def _grouped_gemm_kernel(
     out_ptr,  # (S, N)  written
+    before_ptr,  # (S, N); GATED: (S, 2N)  written: what is activated; or None
     a,  # (T, D) if GATHER, else (S, D): pointer, or descriptor of (BLOCK_M, BLOCK_D) tiles
     a_half,  # the same with tiles of BLOCK_M // 2 rows
     w,  # (E, N, D); GATED: (E, 2N, D); packed: D / 2 bytes: pointer, or descriptor of tiles
@@ -65,8 +66,9 @@ def _grouped_gemm_kernel(
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
-    max_tiles, N, D, top_k, stride_out, a_strides, w_strides, a_scale_strides, w_scale_strides,
-    w_global_strides, a_blocks_strides, stride_out_scale, bias_strides, alpha, limit,
+    max_tiles, N, D, top_k, stride_out, stride_before, a_strides, w_strides,
+    a_scale_strides, w_scale_strides, w_global_strides, a_blocks_strides,
+    stride_out_scale, bias_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
     CODES: tl.constexpr,  # what w and a are, if they are codes: `Codes`
@@ -84,8 +86,8 @@ def _grouped_gemm_kernel(
         tl.extra.cuda.gdc_wait()
     operands = (row_to_slot_ptr, w, N, D, top_k, a_strides, w_strides)
     problem = (
-        (out_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit),
-        (stride_out, stride_out_scale, bias_strides),
+        (out_ptr, before_ptr, out_scale_ptr, bias_ptr, row_weight_ptr, N, alpha, limit),
+        (stride_out, stride_before, stride_out_scale, bias_strides),
     )
     scales = (
         a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides,
@@ -134,6 +136,7 @@ def grouped_gemm(
     tile: Tile,
     *,
     scales: Scales = PLAIN,
+    before: Tensor | None = None,
     bias: Tensor | None = None,
     row_weight: Tensor | None = None,
     weight_on_input: bool = False,
@@ -150,7 +153,8 @@ def grouped_gemm(
     (E, 2N, D) with the up rows after the gate rows or, `interleaved`, row by row. bias: (E, N) or
     (E, 2N). row_weight: (T·K,) contiguous, multiplied into the result, or with `weight_on_input`
     into a. `out` has unit column stride; a, w and out share one dtype: fp32, fp16 or bf16. Rows
-    from expert_offsets[E] on are not written.
+    from expert_offsets[E] on are not written. before: receives what is activated, for a backward:
+    (S, N) or (S, 2N), columns in the order of w's rows, unit column stride, any float dtype.
 
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
@@ -186,10 +190,11 @@ def grouped_gemm(
         a_halves = describe_rows(a, tile.block_m // 2, block_a)
     launch(
         _grouped_gemm_kernel, (programs,),
-        out if scales.out is None else out.view(torch.uint8),
+        out if scales.out is None else out.view(torch.uint8), before,
         a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
         bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,
-        max_tiles, N, D, order.top_k, out.stride(0), a.stride(), w.stride(),
+        max_tiles, N, D, order.top_k, out.stride(0),
+        0 if before is None else before.stride(0), a.stride(), w.stride(),
         *scales.strides,
         (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,

@@ -8,7 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tmoe
 from tests.reference import fused_experts_ref, grouped_gemm_ref
+from tmoe import registry
 from tmoe.activation import GATED, UNGATED
+from tmoe.backends.triton_backend import TritonBackend
 
 NAN = float("nan")
 CASES = {
@@ -129,6 +131,24 @@ def test_low_precision(dtype):
         assert error < 4 * torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_of_a_partial_sum_in_float32(recompute):
+    """16-bit experts whose result isn't rounded: its gradient is fp32, theirs are not."""
+    leaves, keywords, reference_keywords = make(dtype=torch.bfloat16, bias=True)
+    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    with tmoe.options(recompute=recompute):
+        y = tmoe.fused_experts(**leaves, **keywords, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    got, truth = (
+        gradients(y, leaves),
+        gradients(fused_experts_ref(**wide, **reference_keywords), wide),
+    )
+    for name in leaves:
+        assert got[name].dtype == torch.bfloat16
+        error = (got[name].double() - truth[name]).norm() / truth[name].norm()
+        assert error < 4 * torch.finfo(torch.bfloat16).eps, name
+
+
 @pytest.mark.parametrize(
     "sizes, tail", [((2, 3), 3), ((6,), 2), ((0, 0), 0), ((4, 0), 0), ((0, 4), 0)]
 )
@@ -177,11 +197,19 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
 
 
-def test_a_backend_without_backward_refuses():
+class ForwardOnly(TritonBackend):
+    name = "forward_only"
+
+    def why_not(self, problem):
+        return "has no backward, and gradients are needed" if problem.needs_grad else None
+
+
+def test_a_backend_without_backward_refuses(monkeypatch):
     """GR02: no path returns a tensor that silently has no gradient."""
     leaves, keywords, _ = make(dtype=torch.float32)
-    with tmoe.options(backend="triton"):
-        with pytest.raises(tmoe.NoBackendError, match="backward"):
+    monkeypatch.setitem(registry._targets, "forward_only", f"{__name__}:ForwardOnly")
+    with tmoe.options(backend="forward_only"):
+        with pytest.raises(tmoe.NoBackendError, match="forward_only.*backward"):
             tmoe.fused_experts(**leaves, **keywords)
         with torch.no_grad():
             assert not tmoe.fused_experts(**leaves, **keywords).requires_grad

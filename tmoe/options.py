@@ -21,6 +21,8 @@ class Options:
         backend: the name of the one implementation to use; None lets the dispatcher choose.
         deterministic: the same bits in every run.
         batch_invariant: a token's result doesn't depend on the other tokens of the call.
+        recompute: training keeps no (S, 2I) tensor from forward to backward, which multiplies by
+            gate_up_proj once more instead.
         verify: compare a closed-source backend with ours before its first use.
         cache_dir: where measured times are kept; None: ``TMOE_CACHE_DIR``, or the platform's place
             for caches.
@@ -29,6 +31,7 @@ class Options:
     backend: str | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+    recompute: bool = False
     verify: bool = True
     cache_dir: Path | None = None
 
@@ -43,7 +46,7 @@ class Options:
                 f"one of {', '.join(names)}",
                 repr(self.backend),
             )
-        for name in ("deterministic", "batch_invariant", "verify"):
+        for name in ("deterministic", "batch_invariant", "recompute", "verify"):
             expect_type(getattr(self, name), bool, "options", name)
         if self.cache_dir is not None:
             expect_type(self.cache_dir, (str, os.PathLike), "options", "cache_dir")

@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
-from tmoe.dispatch.problem import ExpertsSpec, RouteInputs
+from tmoe.dispatch.problem import ExpertGradients, ExpertsSpec, RouteInputs
 from tmoe.formats import SCHEMES, Scheme
 from tmoe.formats.recipe import Recipe
 from tmoe.kernels.launch import cdiv
@@ -79,6 +79,32 @@ class Layer:
             )
 
         return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
+
+    def training_case(
+        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False
+    ) -> Case:
+        """Forward and backward of the whole layer."""
+        E, H, I, S = self.E, self.H, self.I, num_tokens * self.K
+        columns = 2 * I if self.activation.gated else I
+        spec = ExpertsSpec(self.activation, self.interleaved, self.weight_on_input, 0, E)
+
+        def launch() -> ExpertGradients:
+            arguments = (
+                _empty(num_tokens, H, dtype=dtype),
+                self._weights(E, columns, H, dtype),
+                self._weights(E, H, I, dtype),
+                _empty(num_tokens, self.K, dtype=torch.float32),
+                _empty(num_tokens, self.K, dtype=torch.int32),
+                _empty(E, columns, dtype=dtype) if self.bias else None,
+                _empty(E, H, dtype=dtype) if self.bias else None,
+                spec,
+            )
+            y, kept = BACKEND.train_experts(*arguments)
+            assert kept.shape == (S, columns)
+            wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
+            return BACKEND.experts_backward(y, *arguments, None if recompute else kept, wanted)
+
+        return Case(f"{self.model} training T={num_tokens} {_short(dtype)}", launch)
 
     def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self.transposed:
@@ -268,6 +294,19 @@ def _of_every_format(quantisers: list[Case]) -> list[Case]:
     return [case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)]
 
 
+def _training(layer: Layer) -> Case:
+    # Storing what is activated too, once for a tile, takes registers: on Blackwell, where a thread
+    # holds a whole row, those of a bias; on Hopper those of the rows' weights.
+    return replace(
+        layer.training_case(8192, torch.bfloat16),
+        max_spilled=224 if layer.weight_on_input else 128,
+    )
+
+
+def _training_at_every_tile(dtype: torch.dtype) -> list[Case]:
+    return [QWEN3.training_case(T, dtype, recompute=True) for T in (16, 512, 4096)]
+
+
 def _on(gpus: Collection[str], *cases: Case) -> list[Case]:
     return [replace(case, gpus=gpus) for case in cases]
 
@@ -287,6 +326,8 @@ def cases() -> list[Case]:
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
+        QWEN3.training_case(8192, bf16),
+        QWEN3.training_case(8192, fp32),
         *_quantized_layers(),
         *_of_every_format(quantisers),
         *_on(
@@ -296,6 +337,10 @@ def cases() -> list[Case]:
             QWEN3.case(8192, fp16),
             *(layer.case(8192, bf16) for layer in LAYERS),
             replace(UNALIGNED.case(8192, bf16), max_spilled=640),
+            *(_training(layer) for layer in LAYERS),
+            *_training_at_every_tile(bf16),
+            *_training_at_every_tile(fp32),
+            replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
         ),
         *_on(
@@ -317,6 +362,7 @@ def cases() -> list[Case]:
         *_on(
             MEASURED,
             *_at_every_tile(QWEN3, fp16),
+            *_training_at_every_tile(fp16),
             *(layer.case(1, bf16) for layer in LAYERS),
             *(layer.case(num_tokens, bf16) for layer in OTHER_SIZES for num_tokens in (1, 8192)),
             *_quantisers(16, 7168, 8, bf16),

@@ -111,11 +111,13 @@ def test_quantised_weights_have_no_gradients():
     assert torch_backend.why_not(problem(op="quantize", scheme="fp8_block")) is None
 
 
-def test_gradients_take_the_torch_backend_and_say_why():
-    decision = resolve(problem(needs_grad=True, dtype=torch.float32))
-    assert decision.chosen == "torch"
-    (triton,) = [answer for answer in decision.candidates if answer.name == "triton"]
-    assert not triton.accepted and "backward" in triton.reason
+def test_gradients_take_a_backend_that_has_them_and_say_so():
+    decision = resolve(problem(needs_grad=True))
+    assert decision.chosen == "triton"
+    assert "forward and backward" in decision.candidates[0].reason
+    routing = {"op": "route", "routing": Routing(8, 2, "Default")}
+    assert resolve(problem(needs_grad=True, **routing)).chosen == "triton"
+    assert resolve(problem(needs_grad=True, dtype=torch.float64)).chosen == "torch"
 
 
 @pytest.mark.parametrize("tokens, bucket", [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])

@@ -5,20 +5,22 @@ Rows are gathered by expert, multiplied expert by expert, put back and summed, e
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
 from ..dispatch.backend import NO_SCALES
 from ..dispatch.problem import (
+    ExpertGradients,
     ExpertsSpec,
+    GemmGradients,
     Problem,
     Routed,
     RouteInputs,
@@ -30,6 +32,7 @@ from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..routing import Routing
+from .torch_grouped import GroupedMatmul, clear_tail
 from .torch_quantized import project, rounded
 
 
@@ -82,11 +85,11 @@ class TorchBackend:
     ) -> Tensor:
         if isinstance(b, QuantizedTensor):
             inputs = SCHEMES[scheme].inputs if scheme else None
-            rows = _clear_tail(a.float(), expert_offsets)
+            rows = clear_tail(a.float(), expert_offsets)
             rows = rounded(rows, inputs, scale, expert_offsets)
             y = project(rows, b, bias, expert_offsets).to(a.dtype)
         else:
-            y = _GroupedMatmul.apply(a, b, bias, expert_offsets).to(a.dtype)
+            y = GroupedMatmul.apply(a, b, bias, expert_offsets).to(a.dtype)
         return y if out is None else out.copy_(y)
 
     def fused_experts(
@@ -102,6 +105,73 @@ class TorchBackend:
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
     ) -> Tensor:
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        y, _ = self._experts(*tensors, spec, scales)
+        return y if out is None else out.copy_(y)
+
+    def train_experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        y, product = self._experts(*tensors, spec)
+        return y, product.to(x.dtype)
+
+    def experts_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        kept: Tensor | None,
+        wanted: ExpertGradients,
+    ) -> ExpertGradients:
+        """The forward again, from what was kept on, and its derivative by autograd."""
+        inputs = (x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
+        leaves = _leaves(inputs, wanted)
+        x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias = leaves
+        with torch.enable_grad():
+            y, _ = self._experts(
+                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
+                product=kept,
+            )  # fmt: skip
+        return ExpertGradients(*_gradients(y, leaves, wanted, dy))
+
+    def grouped_gemm_backward(
+        self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
+        wanted: GemmGradients,
+    ) -> GemmGradients:  # fmt: skip
+        leaves = _leaves((a, b, bias), wanted)
+        with torch.enable_grad():
+            y = GroupedMatmul.apply(*leaves, expert_offsets).to(a.dtype)
+        return GemmGradients(*_gradients(y, leaves, wanted, dy))
+
+    def _experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales = NO_SCALES,
+        product: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and what was activated; `product` is that, if it is known."""
         (T, K), H = topk_ids.shape, x.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
         order = _sort(topk_ids, spec.first_expert, gate_up_proj.shape[0])
@@ -117,14 +187,15 @@ class TorchBackend:
         offsets = order.expert_offsets
         if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
             inputs = SCHEMES[spec.scheme].inputs if spec.scheme else None
-            rows = rounded(_clear_tail(rows.float(), offsets), inputs, scales.input, offsets)
-            rows = _activate(project(rows, gate_up_proj, gate_up_bias, offsets), spec)
-            rows = rounded(_clear_tail(rows, offsets), inputs, scales.hidden, offsets)
+            rows = rounded(clear_tail(rows.float(), offsets), inputs, scales.input, offsets)
+            product = project(rows, gate_up_proj, gate_up_bias, offsets)
+            rows = _activate(product, spec)
+            rows = rounded(clear_tail(rows, offsets), inputs, scales.hidden, offsets)
             rows = project(rows, down_proj, down_bias, offsets)
         else:
-            rows = _GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets)
-            rows = _activate(rows.to(wide), spec).to(x.dtype)
-            rows = _GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
+            product = GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets, product)
+            rows = _activate(product.to(wide), spec).to(x.dtype)
+            rows = GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
 
         slots = rows.index_select(0, order.slot_to_row).view(T, K, H)
         slots = slots.masked_fill(~order.local.unsqueeze(-1), 0.0)
@@ -133,7 +204,22 @@ class TorchBackend:
         y = x.new_zeros(x.shape, dtype=wide)
         for slot in slots.unbind(1):  # torch.sum would be free to choose another order
             y = y + slot
-        return y.to(result_dtype(x, spec.wide)) if out is None else out.copy_(y)
+        return y.to(result_dtype(x, spec.wide)), product
+
+
+def _leaves(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Any]:
+    """The inputs cut off from what made them; those that a gradient is wanted of require it."""
+    return [
+        None if tensor is None else tensor.detach().requires_grad_(needed)
+        for tensor, needed in zip(inputs, wanted, strict=True)
+    ]
+
+
+def _gradients(
+    y: Tensor, leaves: Sequence[Any], wanted: Sequence[bool], dy: Tensor
+) -> Iterator[Tensor | None]:
+    found = iter(torch.autograd.grad(y, list(compress(leaves, wanted)), dy))
+    return (next(found) if needed else None for needed in wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,107 +253,3 @@ def _activate(hidden: Tensor, spec: ExpertsSpec) -> Tensor:
     elif activation.gated:
         gate, up = hidden.chunk(2, dim=1)
     return activation.apply(gate, up)
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    """y[rows of e] = a[rows of e] @ b[e].T + bias[e].
-
-    Rows past the last offset are 0, forward and backward, whatever they hold; so is the gradient of
-    an expert without rows. fp16 gives fp32, since an expert's output may pass fp16's 65504.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b, offsets)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        y = _rows_by_experts(a, b, offsets)
-        if bias is not None:
-            rows = torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype)
-            expert = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=b.shape[0] - 1)
-            y += bias.index_select(0, expert)
-            _clear_tail(y, offsets)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        a, b, offsets = ctx.saved_tensors
-        da = db = dbias = None
-        if ctx.needs_input_grad[0]:
-            da = _rows_by_experts(dy, b.transpose(1, 2), offsets).to(a.dtype)
-        if ctx.needs_input_grad[1]:
-            db = _outer_by_experts(dy, a, offsets).to(b.dtype)
-        if ctx.needs_input_grad[2]:
-            wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
-            dbias = torch.segment_reduce(
-                wide, "sum", offsets=offsets.long(), axis=0, unsafe=True, initial=0
-            )
-            dbias = dbias.to(ctx.bias_dtype)
-        return da, db, dbias, None
-
-
-def _rows_by_experts(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """(S, D) rows times (E, N, D) -> (S, N)."""
-    if _groupable(a, b):
-        return _clear_tail(F.grouped_mm(a, b.transpose(1, 2), offs=offsets[1:]), offsets)
-    y = a.new_zeros(a.shape[0], b.shape[1], dtype=_result_dtype(b.dtype))
-    if a.shape[0] == 0:
-        return y
-    for e, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if start < end:
-            _matmul(a[start:end], b[e].t(), out=y[start:end])
-    return y
-
-
-def _outer_by_experts(dy: Tensor, a: Tensor, offsets: Tensor) -> Tensor:
-    """(S, N) and (S, D) rows -> (E, N, D), for each expert dy.T @ a over its rows."""
-    if _groupable(dy, a):
-        db = F.grouped_mm(dy.t(), a, offs=offsets[1:])
-        return db.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0.0)
-    db = a.new_zeros(offsets.shape[0] - 1, dy.shape[1], a.shape[1])
-    if a.shape[0] == 0:
-        return db
-    for e, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if start < end:
-            _matmul(dy[start:end].t(), a[start:end], out=db[e])
-    return db
-
-
-def _clear_tail(y: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the rows past the last offset, in place and without a host sync."""
-    tail = torch.arange(y.shape[0], device=y.device) >= offsets[-1]
-    return y.masked_fill_(tail[:, None], 0.0)
-
-
-def _result_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def _matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if torch.float16 not in (a.dtype, b.dtype):
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        out.copy_(torch.mm(a.half(), b.half(), out_dtype=torch.float32))
-    else:
-        out.copy_(a.float() @ b.float())
-
-
-def _groupable(*operands: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these: a loop over experts would wait for the device."""
-    return hasattr(F, "grouped_mm") and all(
-        x.is_cuda
-        and x.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and x.numel() > 0
-        and _aligned(x)
-        for x in operands
-    )
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether one of the last two dimensions is contiguous and all else starts at 16 bytes."""
-    (rows, columns), (row_stride, column_stride) = x.shape[-2:], x.stride()[-2:]
-    by_rows = column_stride == 1 and row_stride >= columns
-    by_columns = row_stride == 1 and column_stride >= rows
-    starts = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride() if stride != 1)]
-    return (by_rows or by_columns) and all(start % 16 == 0 for start in starts)

@@ -42,6 +42,7 @@ from ..routing import Routing
 from .triton_candidates import candidates
 from .triton_quantized import form, quantized_experts, quantized_grouped_gemm
 from .triton_tiles import TABLE, Probe, Tiles, fastest, tiles_name
+from .triton_training import experts_backward, grouped_gemm_backward
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,8 +73,10 @@ class TritonBackend:
             )
         if machine.capability is not None and machine.capability < (8, 0):
             return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
-        if problem.needs_grad:
-            return "the kernels have no backward, and gradients are needed"
+        if problem.needs_grad and problem.scheme is not None:
+            return f"{problem.scheme} weights have no backward, and gradients are needed"
+        if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts", "route"):
+            return f"the kernels of {problem.op} have no backward, and gradients are needed"
         if problem.dtype not in DTYPES:
             return (
                 f"multiplies fp32, fp16 and bf16, got {str(problem.dtype).removeprefix('torch.')}"
@@ -84,7 +87,7 @@ class TritonBackend:
         return None
 
     def form(self, problem: Problem) -> str:
-        return form(problem)
+        return "forward and backward" if problem.needs_grad else form(problem)
 
     def variants(self, problem: Problem, run: Run) -> tuple[Variants, Variants]:
         if problem.op not in ("fused_experts", "grouped_gemm"):
@@ -206,6 +209,45 @@ class TritonBackend:
                 x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias,
                 spec, out, scales, self._tiles,
             )  # fmt: skip
+        return self._experts(
+            x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec, out
+        )
+
+    def train_experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+    ) -> tuple[Tensor, Tensor]:
+        kept = x.new_empty(topk_ids.numel(), gate_up_proj.shape[1])
+        y = self._experts(
+            x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
+            None, kept,
+        )  # fmt: skip
+        return y, kept
+
+    experts_backward = staticmethod(experts_backward)
+    grouped_gemm_backward = staticmethod(grouped_gemm_backward)
+
+    def _experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        out: Tensor | None,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """`before` receives what is activated, if it is given."""
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
         S, activation = T * K, spec.activation
         tiles = self._tiles.choose(
@@ -221,7 +263,7 @@ class TritonBackend:
         weights = topk_weights.contiguous()
         on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
         hidden = grouped_gemm(
-            x.new_empty(S, I), x, gate_up_proj, order, tiles.gate_up, gather=True,
+            x.new_empty(S, I), x, gate_up_proj, order, tiles.gate_up, gather=True, before=before,
             bias=gate_up_bias, row_weight=on_input, weight_on_input=True,
             activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
             alpha=activation.alpha, limit=activation.limit,

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from ..formats.recipe import Recipe
 from ..routing import Routing
-from .problem import ExpertsSpec, Problem, Routed, RouteInputs, StaticScales
+from .problem import (
+    ExpertGradients,
+    ExpertsSpec,
+    GemmGradients,
+    Problem,
+    Routed,
+    RouteInputs,
+    StaticScales,
+)
 
 NO_SCALES = StaticScales()
 
@@ -42,6 +50,8 @@ class Backend(Protocol):
     that has a layout of its own (`tmoe.dispatch.prepared`); `variants` and `tuned` of one that has
     tiles to tune (`tmoe.dispatch.tuned`); `repeat(compute, arguments) -> Replayed` of one that
     computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did.
+    `train_experts` and the backwards are called only for problems that need gradients and that
+    `why_not` takes.
     """
 
     name: str
@@ -99,3 +109,43 @@ class Backend(Protocol):
 
         With a scheme, the weights are `QuantizedTensor`s and `scales` may hold static ones.
         """
+
+    def train_experts(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+    ) -> tuple[Tensor, Tensor]:
+        """`fused_experts`, and what its activation was applied to: (T·K, 2I) or, without a gate,
+        (T·K, I) in x's dtype; rows in expert order, those of one expert in the order of the slots
+        t·K + k, columns in that of gate_up_proj's rows. Rows of experts that aren't here come last
+        and may hold anything."""
+
+    def experts_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        kept: Tensor | None,
+        wanted: ExpertGradients,
+    ) -> ExpertGradients:
+        """The wanted gradients, each of its input's shape and dtype. `kept` is `train_experts`'
+        second result; None: it wasn't kept."""
+
+    def grouped_gemm_backward(
+        self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
+        wanted: GemmGradients,
+    ) -> GemmGradients:  # fmt: skip
+        """The wanted gradients, from dy (S, N), whose rows past the last offset count for nothing;
+        those rows of a's gradient are 0."""

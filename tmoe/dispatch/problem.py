@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,25 @@ class Routed(NamedTuple):
     ids: Tensor  # (T, K) int32
     probs: Tensor | None = None  # (T, E) fp32, softmax of the logits
     counts: Tensor | None = None  # (E,) int32, how many slots each expert got
+
+
+class GemmGradients(NamedTuple):
+    """Of `grouped_gemm`'s inputs: whether each is wanted; and then these, None if it wasn't."""
+
+    a: Any = None
+    b: Any = None
+    bias: Any = None
+
+
+class ExpertGradients(NamedTuple):
+    """Of `fused_experts`' inputs: whether each is wanted; and then these, None if it wasn't."""
+
+    x: Any = None
+    gate_up_proj: Any = None
+    down_proj: Any = None
+    topk_weights: Any = None
+    gate_up_bias: Any = None
+    down_bias: Any = None
 
 
 class StaticScales(NamedTuple):

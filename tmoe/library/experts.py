@@ -12,11 +12,19 @@ from ..checks import expect
 from ..dispatch import prepared
 from ..dispatch.backend import Backend
 from ..dispatch.prepared import ExpertWeights
-from ..dispatch.problem import ExpertsSpec, StaticScales, result_dtype, token_bucket
+from ..dispatch.problem import (
+    ExpertGradients,
+    ExpertsSpec,
+    GemmGradients,
+    StaticScales,
+    result_dtype,
+    token_bucket,
+)
 from ..formats import QuantizedTensor
 from ..formats.format import FORMATS
 from .operation import Facts, Operation
 from .prepare import prepare_weights
+from .training import Training
 
 # grouped_gemm -------------------------------------------------------------------------------------
 
@@ -41,7 +49,17 @@ def _expect_offsets(expert_offsets: Tensor, S: int) -> None:
         expect(ok, "grouped_gemm", "expert_offsets", wanted, offsets)
 
 
-Operation(
+def _gemm_backward(
+    backend: Backend, grad: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, *rest: Any
+) -> list[Tensor]:
+    bias, _, wanted = rest
+    gradients = backend.grouped_gemm_backward(
+        grad, a, b, expert_offsets, bias, GemmGradients(*wanted)
+    )
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+_GEMM = Operation(
     "grouped_gemm",
     "Tensor a, Tensor b, Tensor expert_offsets, Tensor? bias",
     "Tensor",
@@ -49,7 +67,8 @@ Operation(
     compute=_gemm,
     fake=lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[1]),
     differentiable=(0, 1, 3),
-).define()
+).define(has_backward=False)
+Training(_GEMM, _gemm_backward).define()
 
 
 # fused_experts ------------------------------------------------------------------------------------
@@ -88,11 +107,17 @@ def _plain_weights(*arguments: Any) -> ExpertWeights:
 
 
 def _experts(backend: Backend, *rest: Any) -> Tensor:
-    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide, out = rest
+    *arguments, out = rest
+    y: Tensor = backend.fused_experts(*_with_spec(arguments, out))
+    return y
+
+
+def _with_spec(arguments: Any, *more: Any) -> Any:
+    """The tensors, the rest as an `ExpertsSpec`, and `more`."""
+    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide = arguments
     activation = _activation(name, alpha, limit)
     spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts, wide=wide)
-    y: Tensor = backend.fused_experts(*tensors, spec, out)  # type: ignore[call-arg]
-    return y
+    return *tensors, spec, *more
 
 
 def _fake_experts(x: Tensor, *rest: Any) -> Tensor:
@@ -102,7 +127,25 @@ def _fake_experts(x: Tensor, *rest: Any) -> Tensor:
 
 _activation = cache(Activation)
 
-Operation(
+
+def _train_experts(backend: Backend, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return backend.train_experts(*_with_spec(arguments))
+
+
+def _experts_backward(backend: Backend, grad: Tensor, *rest: Any) -> list[Tensor]:
+    *arguments, kept, wanted = rest
+    kept = kept if kept.numel() else None
+    more = (kept, ExpertGradients(*wanted))
+    gradients = backend.experts_backward(grad, *_with_spec(arguments, *more))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _fake_kept(x: Tensor, gate_up_proj: Tensor, *rest: Any) -> Tensor:
+    T, K = rest[2].shape
+    return x.new_empty(T * K, gate_up_proj.shape[1])
+
+
+_EXPERTS = Operation(
     "fused_experts",
     "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, "
@@ -114,7 +157,8 @@ Operation(
     differentiable=(0, 1, 2, 3, 5, 6),
     prepare=partial(prepare_weights, _plain_weights, _experts),
     release=lambda backend, *arguments: prepared.keep_only(backend, _plain_weights(*arguments)),
-).define()
+).define(has_backward=False)
+Training(_EXPERTS, _experts_backward, _train_experts, _fake_kept).define()
 
 
 # quantized_grouped_gemm ---------------------------------------------------------------------------

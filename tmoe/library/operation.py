@@ -1,8 +1,9 @@
 """The operations as torch.library ops: what torch.compile, torch.export and autograd see.
 
 An op is opaque to the compiler, so the dispatcher runs inside it and is never traced. Each op has a
-fake kernel (the result's shape without the result) and a backward, which is one more op: it runs
-the forward again with the torch backend and differentiates that, for the inputs that need it only.
+fake kernel (the result's shape without the result) and a backward, which is one more op. Unless
+`training.py` brings another one, it runs the forward again with the torch backend and
+differentiates that, for the inputs that need it only; `replay` says what needn't be found again.
 Whether gradients are needed comes from outside, where autograd's state can be seen.
 """
 
@@ -31,7 +32,7 @@ from ..options import Options, current
 from ..routing import Routing
 from .shortcut import note
 
-_LIBRARY = torch.library.Library("tmoe", "DEF")
+LIBRARY = torch.library.Library("tmoe", "DEF")
 
 
 class Facts(NamedTuple):
@@ -70,6 +71,12 @@ def _choose(device: torch.device, options: Options, facts: Facts, needs_grad: bo
 when_times_change(_choose.cache_clear)
 
 
+def choose_for_training(first: Tensor, facts: Facts) -> Backend:
+    """The backend that has a forward and a backward for these facts."""
+    backend = _choose(first.device, current(), facts, True)
+    return backend if first.shape[0] > 0 else registry.load("torch")
+
+
 def _choose_another(
     device: torch.device, facts: Facts, needs_grad: bool, error: NotComparedError
 ) -> Backend:
@@ -106,21 +113,24 @@ class Operation:
     fake: Callable[..., Any]  # (*arguments, needs_grad)
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
     differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
+    replay: Callable[..., Any] | None = None  # (arguments, results) -> the backward's arguments
     prepare: Callable[..., None] | None = None  # (problem, backends, whether all, *arguments)
     release: Callable[..., None] | None = None  # (backend to keep, *arguments)
 
-    def define(self, *, has_out: bool = True) -> None:
-        """Register the ops in torch.ops.tmoe."""
+    def define(self, *, has_out: bool = True, has_backward: bool = True) -> Operation:
+        """Register the ops in torch.ops.tmoe; without a backward, `Training` brings one."""
         name, arguments = self.name, self.arguments
         forward = f"{name}({arguments}, bool needs_grad) -> {self.result}"
-        backward = f"{name}_backward(Tensor[] grads, {arguments}, bool[] wanted) -> Tensor[]"
-        _implement(forward, self.forward, self.fake)
-        _implement(backward, self.backward, self.fake_backward)
-        torch.library.register_autograd(
-            f"tmoe::{name}", self.differentiate, setup_context=self.setup_context, lib=_LIBRARY
-        )
+        implement(forward, self.forward, self.fake)
+        if has_backward:
+            backward = f"{name}_backward(Tensor[] grads, {arguments}, bool[] wanted) -> Tensor[]"
+            implement(backward, self.backward, self.fake_backward)
+            torch.library.register_autograd(
+                f"tmoe::{name}", self.differentiate, setup_context=self.setup_context, lib=LIBRARY
+            )
         if has_out:
-            _implement(f"{name}_out(Tensor(a!) out, {arguments}) -> ()", self.forward_out, _no_fake)
+            implement(f"{name}_out(Tensor(a!) out, {arguments}) -> ()", self.forward_out, _no_fake)
+        return self
 
     def forward(self, *args: Any) -> Any:
         *arguments, needs_grad = args
@@ -137,7 +147,7 @@ class Operation:
             facts = self.facts(*arguments)
         if _is_current(device) and not torch.is_autocast_enabled(device.type):
             return self._run(arguments, facts, needs_grad, out)
-        with _device_guard(device), _autocast_off(device):
+        with device_guard(device), autocast_off(device):
             return self._run(arguments, facts, needs_grad, out)
 
     def _run(self, arguments: Any, facts: Facts, needs_grad: bool, out: Tensor | None) -> Any:
@@ -165,7 +175,7 @@ class Operation:
         problem = _problem(device, options, facts, False)
         forced = options.backend
         asked = None if forced else tuning()
-        with _device_guard(device), _autocast_off(device):
+        with device_guard(device), autocast_off(device):
             if self.prepare is not None:
                 times = known_times(problem)
                 order = [forced] if forced else [c.name for c in candidates(problem, times=times)]
@@ -185,18 +195,18 @@ class Operation:
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
-        positions = self._positions(wanted)
+        positions = self.positions(wanted)
         again = list(arguments)
         for i in positions:
             again[i] = arguments[i].detach().requires_grad_()
         device = grads[0].device
-        with _device_guard(device), _autocast_off(device), torch.enable_grad():
+        with device_guard(device), autocast_off(device), torch.enable_grad():
             results = self.compute(registry.load("torch"), *again, None)
             results = results if isinstance(results, tuple) else (results,)
             ys, grads = self._with_gradients(results, grads)
             gradients = torch.autograd.grad(ys, [again[i] for i in positions], grads)
         return [
-            _laid_out_like(arguments[i], gradient)
+            laid_out_like(arguments[i], gradient)
             for i, gradient in zip(positions, gradients, strict=True)
         ]
 
@@ -210,13 +220,15 @@ class Operation:
 
     def fake_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
         *arguments, wanted = args
-        return [torch.empty_like(arguments[i]) for i in self._positions(wanted)]
+        return [torch.empty_like(arguments[i]) for i in self.positions(wanted)]
 
-    def _positions(self, wanted: list[bool]) -> list[int]:
+    def positions(self, wanted: list[bool]) -> list[int]:
         return [i for i, needed in zip(self.differentiable, wanted, strict=True) if needed]
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *arguments, _ = inputs
+        if self.replay is not None:
+            arguments = self.replay(arguments, output)
         ctx.save_for_backward(*(value for value in arguments if isinstance(value, Tensor)))
         ctx.arguments = [_SAVED if isinstance(value, Tensor) else value for value in arguments]
 
@@ -229,18 +241,18 @@ class Operation:
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
         op = getattr(torch.ops.tmoe, f"{self.name}_backward").default
         grads = [all_grads[i] for i in self.differentiated]
-        gradients = dict(zip(self._positions(wanted), op(grads, *arguments, wanted), strict=True))
+        gradients = dict(zip(self.positions(wanted), op(grads, *arguments, wanted), strict=True))
         return tuple(gradients.get(i) for i in range(len(arguments) + 1))
 
 
 _SAVED = object()  # stands where a tensor was
 
 
-def _implement(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def implement(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tmoe::{name}", fake, lib=_LIBRARY)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tmoe::{name}", fake, lib=LIBRARY)
 
 
 def _no_fake(*arguments: Any) -> None:
@@ -252,18 +264,21 @@ def _is_current(device: torch.device) -> bool:
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
-def _device_guard(device: torch.device) -> AbstractContextManager[Any]:
+def device_guard(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes the tensors' device the current one."""
     return nullcontext() if _is_current(device) else torch.cuda.device(device)
 
 
-def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
     """The caller has cast what autocast casts; inside an op, float32 means float32."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
-def _laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient` with the strides that the fake kernel promised."""
-    promised = torch.empty_like(tensor)
-    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
+def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient` with the strides that the fake kernel promised: those of empty_like."""
+    if gradient.stride() == tensor.stride():  # then empty_like keeps them
+        return gradient
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)

@@ -65,6 +65,14 @@ def _fake_route(
     return weights, torch.empty_like(weights, dtype=ids_dtype), probs, counts
 
 
+def _with_chosen_ids(arguments: list[Any], results: tuple[Tensor, ...]) -> list[Any]:
+    """The backward selects nothing: it weighs what the forward chose."""
+    logits, _, expert_scale, _, routing, *wants = arguments
+    top_k, ids = Routing.from_json(routing).top_k, results[1]
+    chosen = ids if ids.shape[1] == top_k else ids[:, :top_k]  # without the shared ones
+    return [logits, None, expert_scale, chosen, routing, *wants]
+
+
 Operation(
     "route",
     "Tensor logits, Tensor? bias, Tensor? expert_scale, Tensor? topk_ids, str routing, "
@@ -75,6 +83,7 @@ Operation(
     fake=_fake_route,
     differentiable=(0, 2),
     differentiated=(0, 2),
+    replay=_with_chosen_ids,
 ).define(has_out=False)
 
 

@@ -26,6 +26,7 @@ from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..formats.recipe import Recipe
 from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
+from ..options import current
 from ..routing import Routing
 from .route import route
 
@@ -245,13 +246,22 @@ def fused_experts(
         run, run_out = torch.ops.tmoe.fused_experts, torch.ops.tmoe.fused_experts_out
         needed = needs_grad(x, *weights, *tail)
     if out is None:
-        y = run.default(*arguments, needed)
+        if needed and not quantized and not _recompute():
+            y = torch.ops.tmoe.fused_experts_train.default(*arguments)[0]
+        else:
+            y = run.default(*arguments, needed)
         return y if x.ndim == 2 else y.reshape(x.shape)
     expect(not wide, op, "out_dtype", "None where out is given", out_dtype)
     inputs = (*parts[0], *parts[1]) if quantized else weights
     expect_out(op, out, x.shape, {"x": x}, *inputs, *tail)
     run_out.default(out.view(-1, H), *arguments)
     return out
+
+
+@torch.compiler.assume_constant_result
+def _recompute() -> bool:
+    """As it is in force when torch.compile traces, which can't read it."""
+    return current().recompute
 
 
 def moe(
