@@ -258,10 +258,13 @@ def fused_experts(
     return out
 
 
-@torch.compiler.assume_constant_result
 def _recompute() -> bool:
     """As it is in force when torch.compile traces, which can't read it."""
     return current().recompute
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler and of Triton.
+_recompute._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def moe(
