@@ -20,8 +20,9 @@ from ..version import __version__
 from . import groups
 from .all_gather import AllGather
 from .all_to_all import AllToAll
-from .autograd import wide
+from .autograd import first_only, wide
 from .choose import ExchangeDecision, ExchangeProblem, choose
+from .copies import sum_gradients
 from .faults import RankMismatchError, agree
 from .layout import Layout
 from .local import LocalExperts
@@ -124,6 +125,19 @@ class ExpertParallel:
                 self._begin_fixed(exchange, fixed.capacity, most)
         other = beside() if beside else None
         return exchange.end(experts), other
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """A parameter of this rank, to be computed with; its gradient is right where experts have
+        copies on other ranks."""
+        return sum_gradients(weight, self.placement, self.layout.experts)
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """That of the first projection, likewise."""
+        return None if bias is None else self.weight(bias)
+
+    def bias_once(self, bias: Tensor | None) -> Tensor | None:
+        """That of the second projection: of the ranks that divide the width, one adds it."""
+        return first_only(self.bias(bias), self.layout.width)
 
     def problem(self, x: Tensor, top_k: int, most_tokens: int) -> ExchangeProblem:
         layout, fixed = self.layout, _fixed.get()

@@ -84,7 +84,7 @@ def naming(group: Group, step: str) -> Iterator[None]:
             raise
         raise RankLostError(
             f"tmoe.parallel: {step} of {group} failed on rank {group.ranks[group.rank]}: "
-            f"{who_is_gone(group.handle, group.ranks, group.rank)}\n{error}"
+            f"{who_is_gone(group.handle, group.ranks, group.rank, step)}\n{error}"
         ) from error
 
 

@@ -40,17 +40,17 @@ class ParallelExperts(Experts):
 
     def local_experts(self, rows: Rows, out_dtype: torch.dtype) -> Tensor:
         """What this rank's experts say to rows: (R, H) in `out_dtype`."""
-        gate_up, gate_up_bias = getattr(self, self._first), getattr(self, f"{self._first}_bias")
+        parallel, first = self.parallel, self._first
         return fused_experts(
             rows.x,
-            gate_up,
-            self.down_proj,
+            parallel.weight(getattr(self, first)),
+            parallel.weight(self.down_proj),
             rows.weights,
             rows.slots,
             activation=self.activation,
             scheme=self.scheme,
-            gate_up_bias=gate_up_bias,
-            down_bias=autograd.first_only(self.down_proj_bias, self.parallel.layout.width),
+            gate_up_bias=parallel.bias(getattr(self, f"{first}_bias")),
+            down_bias=parallel.bias_once(self.down_proj_bias),
             interleaved=self.interleaved,
             weight_on_input=self.weight_on_input,
             first_expert=rows.first,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,11 +12,12 @@ from ..formats import QuantizedTensor
 from ..formats.scheme import SCHEMES
 from ..nn import Experts, MoE, SharedExpert
 from .choose import EXCHANGES
+from .expert_layers import ExpertsLayer, expert_layers
 from .expert_parallel import ExpertParallel
 from .layout import OP, Dims, Layout
 from .modules import ParallelExperts, ParallelMoE, ParallelSharedExpert
 from .placement import Placement
-from .shard import down_columns, first_rows, take_experts, whole, width_parts
+from .shard import width_parts
 
 
 def parallelize(
@@ -62,43 +62,49 @@ def parallelize(
     expect_type(model, nn.Module, OP, "model")
     known = exchange is None or exchange in EXCHANGES
     expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
-    layout = Layout.of(mesh, tp, ep, dp)
-    layers = _layers(model)
+    tp, ep, dp = _dims("tp", tp), _dims("ep", ep), _dims("dp", dp)
+    sizes = Layout.sizes(mesh, tp, ep, dp)
+    layers = expert_layers(model)
     if isinstance(placement, Mapping):
         unknown = sorted(set(placement) - set(layers))
         expect(not unknown, OP, "placement", f"for layers of {', '.join(layers)}", unknown)
     placements, parts = {}, {}
-    for name, experts in layers.items():  # all checks come before the first change
+    for name, layer in layers.items():  # all checks come before the first change
         one = placement.get(name) if isinstance(placement, Mapping) else placement
-        placements[name] = _placement(one, experts, layout)
-        parts[name] = _parts(experts, layout)
+        placements[name] = _placement(one, layer, sizes["ep"])
+        parts[name] = _parts(layer, sizes["tp"])
+    shared = [m for m in model.modules() if type(m) is SharedExpert and sizes["tp"] > 1]
+    for shared_expert in shared:
+        width_parts(shared_expert.down_proj.weight, sizes["tp"], gated_apart=False)
+    layout = Layout.of(mesh, tp, ep, dp)  # makes process groups
+    for name, layer in layers.items():
+        words = layer.words
+        layer.keep(placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank])
+        parallel = ExpertParallel(layout, placements[name], exchange, words)
+        if isinstance(layer.module, Experts):
+            layer.module.__class__ = ParallelExperts
+            layer.module.parallel = parallel  # type: ignore[assignment]
+        else:
+            from ..integrations.transformers.dividing import divide
+
+            divide(model, name, parallel)
+    for shared_expert in shared:
+        _divide_shared(shared_expert, layout)
     for module in model.modules():
-        if type(module) is SharedExpert and layout.width.size > 1:
-            width_parts(module.down_proj.weight, layout.width.size, gated_apart=False)
-    for name, experts in layers.items():
-        _divide(experts, name, layout, placements[name], parts[name], exchange)
-    for module in model.modules():
-        if type(module) is SharedExpert and layout.width.size > 1:
-            _divide_shared(module, layout)
         if type(module) is MoE:
             module.__class__ = ParallelMoE
     return model
 
 
-def _layers(model: nn.Module) -> dict[str, Experts]:
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            plain = type(module) is Experts
-            expect(plain, OP, "model", "not divided already", f"{type(module).__name__} {name!r}")
-            layers[name] = module
-    wanted = "one with a tmoe.MoE or tmoe.Experts in it"
-    expect(bool(layers), OP, "model", wanted, type(model).__name__)
-    return layers
+def _dims(arg: str, given: Dims) -> tuple[str, ...] | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    expect_type(given, Iterable, OP, arg)
+    return tuple(given)
 
 
-def _placement(given: Placement | None, experts: Experts, layout: Layout) -> Placement:
-    E, ranks = experts.num_experts, layout.experts.size
+def _placement(given: Placement | None, layer: ExpertsLayer, ranks: int) -> Placement:
+    E = layer.down_proj.shape[0]
     if given is None:
         expect(
             ranks <= E, OP, "ep", f"at most the {E} experts, or a placement with replicas", ranks
@@ -110,64 +116,21 @@ def _placement(given: Placement | None, experts: Experts, layout: Layout) -> Pla
     return given
 
 
-def _parts(experts: Experts, layout: Layout) -> list[tuple[int, int]]:
+def _parts(layer: ExpertsLayer, ranks: int) -> list[tuple[int, int]]:
     """Each rank's part of the width; raises for what can't be divided."""
-    scheme, down = experts.scheme, experts.down_proj
+    scheme, down = layer.scheme, layer.down_proj
     if isinstance(down, QuantizedTensor):
         assert scheme is not None
-        static = experts.input_scale is not None and experts.hidden_scale is not None
         wanted = (
             f"with input_scale and hidden_scale for {scheme}: a dynamic scale is of the tokens of "
             "all ranks"
         )
+        static = len(layer.static_scales) == 2
         expect(static or not SCHEMES[scheme].takes_scales, OP, "experts", wanted, "without")
-    apart = experts.activation.gated and not experts.interleaved
-    return width_parts(down, layout.width.size, gated_apart=apart)
-
-
-def _divide(
-    experts: Experts,
-    name: str,
-    layout: Layout,
-    placement: Placement,
-    parts: list[tuple[int, int]],
-    exchange: str | None,
-) -> None:
-    I, part = experts.intermediate_size, parts[layout.width.rank]
-    held = placement.ranks[layout.experts.rank]
-    first = experts._first
-    for arg in (first, f"{first}_bias", "down_proj", "down_proj_bias"):
-        weight = getattr(experts, arg)
-        if weight is None:
-            continue
-        mine = take_experts(weight.detach(), held)
-        if arg.startswith(first):
-            mine = first_rows(
-                mine, part, I,
-                gated=experts.activation.gated, interleaved=experts.interleaved,
-            )  # fmt: skip
-        elif arg == "down_proj":
-            mine = down_columns(mine, part)
-        setattr(experts, arg, nn.Parameter(whole(mine), requires_grad=weight.requires_grad))
-    for arg in ("input_scale", "hidden_scale"):
-        scale = getattr(experts, arg)
-        if scale is not None and scale.numel() > 1:
-            setattr(experts, arg, take_experts(scale, held))
-    experts.__class__ = ParallelExperts
-    experts.parallel = ExpertParallel(layout, placement, exchange, _words(experts, name))  # type: ignore
-
-
-def _words(experts: Experts, name: str) -> dict[str, Any]:
-    return {
-        "layer": name or type(experts).__name__,
-        "experts": experts.num_experts,
-        "hidden_size": experts.hidden_size,
-        "intermediate_size": experts.intermediate_size,
-        "scheme": experts.scheme,
-        "dtype": str(experts.down_proj.dtype).removeprefix("torch."),
-        "activation": str(experts.activation),
-        "bias": experts.down_proj_bias is not None,
-    }
+    if ranks > 1:
+        wanted = f"1 for {layer.name or 'the experts'}: {layer.whole_width}"
+        expect(layer.whole_width is None, OP, "tp", wanted, ranks)
+    return width_parts(down, ranks, gated_apart=layer.gated and not layer.interleaved)
 
 
 def _divide_shared(shared: SharedExpert, layout: Layout) -> None:
