@@ -8,8 +8,10 @@ from .layout import Layout
 from .parallelize import parallelize
 from .placement import Placement
 from .rebalance import rebalance
+from .style import DivideExperts
 
 __all__ = [
+    "DivideExperts",
     "ExchangeDecision",
     "ExpertParallel",
     "Layout",

@@ -96,11 +96,13 @@ class ExpertsLayer:
                 mine = down_columns(mine, part)
             if self.transposed and mine.ndim == 3:
                 mine = mine.transpose(1, 2)
+            if mine.shape == getattr(self.module, name).shape and held == tuple(range(len(mine))):
+                continue  # all of it
             grads = getattr(self.module, name).requires_grad
             setattr(self.module, name, nn.Parameter(whole(mine), requires_grad=grads))
         for name, scale in self.static_scales.items():
             if scale.numel() > 1:
-                setattr(self.scales, name, take_experts(scale, held))
+                setattr(self.scales, name, whole(take_experts(scale, held)))
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
