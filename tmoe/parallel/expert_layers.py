@@ -85,24 +85,66 @@ class ExpertsLayer:
             "bias": self.biases,
         }  # fmt: skip
 
-    def keep(self, held: tuple[int, ...], part: tuple[int, int]) -> None:
-        """Let go of all but these experts and this part of the width; in place."""
-        I = self.down_proj.shape[-1]
+    def share(self, held: tuple[int, ...], part: tuple[int, int]) -> Share:
+        """These experts and this part of the width."""
+        E, _, I = self.down_proj.shape
+        return Share(self, E, held, part, I)
+
+    def keep(self, share: Share) -> None:
+        """Let go of all but a share; in place. What is all of it stays where it is."""
         for name in self.tensors:
-            mine = take_experts(self.usual(name), held)
-            if name.startswith(self.first):
-                mine = first_rows(mine, part, I, gated=self.gated, interleaved=self.interleaved)
-            elif name == self.down:
-                mine = down_columns(mine, part)
-            if self.transposed and mine.ndim == 3:
-                mine = mine.transpose(1, 2)
-            if mine.shape == getattr(self.module, name).shape and held == tuple(range(len(mine))):
-                continue  # all of it
-            grads = getattr(self.module, name).requires_grad
-            setattr(self.module, name, nn.Parameter(whole(mine), requires_grad=grads))
+            weight = getattr(self.module, name)
+            mine = share.of_all(name, weight.detach())
+            if mine.shape != weight.shape or share.held != tuple(range(len(mine))):
+                parameter = nn.Parameter(whole(mine), requires_grad=weight.requires_grad)
+                setattr(self.module, name, parameter)
         for name, scale in self.static_scales.items():
             if scale.numel() > 1:
-                setattr(self.scales, name, whole(take_experts(scale, held)))
+                setattr(self.scales, name, whole(take_experts(scale, share.held)))
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one rank has of a layer.
+
+    Attributes:
+        layer: the layer, which may have its share only by now.
+        num_experts: E, of all ranks.
+        held: its experts, in the order of its slots.
+        part: where its part of the width begins and ends.
+        width: I, of the whole layer.
+    """
+
+    layer: ExpertsLayer
+    num_experts: int
+    held: tuple[int, ...]
+    part: tuple[int, int]
+    width: int
+
+    @property
+    def whole_width(self) -> bool:
+        return self.part == (0, self.width)
+
+    def of_all(self, name: str, weight: Tensor) -> Tensor:
+        """A parameter as the layer stores it, of all experts -> what is the share's; perhaps a view
+        of it."""
+        weight = take_experts(weight, self.held)
+        if self.layer.transposed and weight.ndim == 3:
+            return self.cut(name, weight.transpose(1, 2)).transpose(1, 2)
+        return self.cut(name, weight)
+
+    def of_one(self, name: str, matrix: Tensor) -> Tensor:
+        """The weight of one linear of one expert, (I, H) of gate or up, or (H, I) of down."""
+        rows = slice(*self.part)
+        return matrix[:, rows] if name == self.layer.down else matrix[rows]
+
+    def cut(self, name: str, weight: Tensor) -> Tensor:
+        """A parameter (E, N, K), or (E, N) of a bias, of any experts -> the part of its width."""
+        layer = self.layer
+        if name.startswith(layer.first):
+            gated, interleaved = layer.gated, layer.interleaved
+            return first_rows(weight, self.part, self.width, gated=gated, interleaved=interleaved)
+        return down_columns(weight, self.part) if name == layer.down else weight
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:

@@ -12,7 +12,7 @@ from ..formats import QuantizedTensor
 from ..formats.scheme import SCHEMES
 from ..nn import Experts, MoE, SharedExpert
 from .choose import EXCHANGES
-from .expert_layers import ExpertsLayer, expert_layers
+from .expert_layers import ExpertsLayer, Share, expert_layers
 from .expert_parallel import ExpertParallel
 from .layout import OP, Dims, Layout
 from .modules import ParallelExperts, ParallelMoE, ParallelSharedExpert
@@ -59,6 +59,21 @@ def parallelize(
             without expert layers or one that is divided already, weights whose scales a cut would
             go through, schemes whose inputs have one dynamic scale for all tokens.
     """
+    divide(model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange)
+    return model
+
+
+def divide(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tp: Dims,
+    ep: Dims,
+    dp: Dims,
+    placement: Placement | Mapping[str, Placement] | None,
+    exchange: str | None,
+) -> dict[str, Share]:
+    """`parallelize`; returns what this rank has of each layer."""
     expect_type(model, nn.Module, OP, "model")
     known = exchange is None or exchange in EXCHANGES
     expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
@@ -68,7 +83,7 @@ def parallelize(
     if isinstance(placement, Mapping):
         unknown = sorted(set(placement) - set(layers))
         expect(not unknown, OP, "placement", f"for layers of {', '.join(layers)}", unknown)
-    placements, parts = {}, {}
+    placements, parts, shares = {}, {}, {}
     for name, layer in layers.items():  # all checks come before the first change
         one = placement.get(name) if isinstance(placement, Mapping) else placement
         placements[name] = _placement(one, layer, sizes["ep"])
@@ -79,21 +94,23 @@ def parallelize(
     layout = Layout.of(mesh, tp, ep, dp)  # makes process groups
     for name, layer in layers.items():
         words = layer.words
-        layer.keep(placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank])
+        held, part = placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank]
+        shares[name] = layer.share(held, part)
+        layer.keep(shares[name])
         parallel = ExpertParallel(layout, placements[name], exchange, words)
         if isinstance(layer.module, Experts):
             layer.module.__class__ = ParallelExperts
             layer.module.parallel = parallel  # type: ignore[assignment]
         else:
-            from ..integrations.transformers.dividing import divide
+            from ..integrations.transformers.dividing import run_divided
 
-            divide(model, name, parallel)
+            run_divided(model, name, parallel)
     for shared_expert in shared:
         _divide_shared(shared_expert, layout)
     for module in model.modules():
         if type(module) is MoE:
             module.__class__ = ParallelMoE
-    return model
+    return shares
 
 
 def _dims(arg: str, given: Dims) -> tuple[str, ...] | None:

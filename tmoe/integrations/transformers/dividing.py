@@ -62,7 +62,7 @@ def _why_not(module: Any) -> str | None:
     return None
 
 
-def divide(model: nn.Module, name: str, parallel: Any) -> None:
+def run_divided(model: nn.Module, name: str, parallel: Any) -> None:
     """Let the experts' module of that name, whose weights were divided, run with `parallel`."""
     module = model.get_submodule(name)
     setattr(module, PARALLEL, parallel)
