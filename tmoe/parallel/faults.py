@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 ANSWER = timedelta(seconds=5)  # for who is still there to say so, once something has failed
+SOON = timedelta(seconds=1)  # likewise, where the time-out has passed already
 
 
 class RankMismatchError(RuntimeError):
@@ -52,7 +53,7 @@ def said_by_all(
         raise RankLostError(
             f"tmoe.parallel: rank {ranks[rank]} is about to run {what} ({_words(mine)}); rank "
             f"{others} didn't come to it within {time_out(handle)}: "
-            f"{who_is_gone(handle, ranks, rank, f'the start of {what}')}"
+            f"{who_is_gone(handle, ranks, rank, f'the start of {what}', wait=SOON)}"
         )
     return [json.loads(store.get(f"{prefix}/{other}")) for other in range(len(ranks))]
 
@@ -70,13 +71,15 @@ def differences(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(found)
 
 
-def who_is_gone(handle: Any, ranks: Sequence[int], rank: int, step: str) -> str:
+def who_is_gone(
+    handle: Any, ranks: Sequence[int], rank: int, step: str, wait: timedelta = ANSWER
+) -> str:
     """After a failure in `step`: every rank that is still there says where it is, and the others
     are named."""
     try:
         store = _store(handle)
         store.set(f"tmoe/there/{rank}", step)
-        absent = _absent(store, "tmoe/there", len(ranks), min(ANSWER, time_out(handle)))
+        absent = _absent(store, "tmoe/there", len(ranks), min(wait, time_out(handle)))
         steps: dict[str, list[str]] = {}
         for other in range(len(ranks)):
             if other not in absent:
