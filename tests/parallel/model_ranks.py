@@ -16,7 +16,8 @@ import tmoe
 from tests.checking import assert_matches
 from tests.integrations.families import FAMILIES
 from tests.parallel.cases import Case, mesh_of
-from tmoe.parallel import DivideExperts, Placement, parallelize
+from tmoe.integrations.transformers import record_input_ranges
+from tmoe.parallel import DivideExperts, Placement, parallelize, rebalance
 
 NEW_TOKENS = 5
 PLACED = Placement(8, ((7, 0, 3), (1, 2, 4, 5, 6)))
@@ -94,6 +95,25 @@ def gradients(rank: int) -> None:
         )
 
 
+@torch.no_grad()
+def rebalanced(rank: int, name: str, scheme: str | None) -> int:
+    """Experts change places between two calls; one layer's alone, then those of all."""
+    model = build(name)
+    tmoe.replace_moe(model, scheme, progress=False)
+    tokens, logits = said(model, prompt())
+    parallelize(model, world(), ep="x", placement=PLACED)
+    layers = [n for n, _ in model.named_modules() if n.endswith(".experts")]
+    other = Placement(8, ((1, 2, 7), (0, 6, 5, 4, 3)))
+    sent = rebalance(model, {layers[0]: other})[layers[0]].sent
+    torch.testing.assert_close(said(model, prompt())[1], logits)
+    moves = rebalance(model, other)
+    assert list(moves) == layers and moves[layers[0]].sent == 0
+    got_tokens, got_logits = said(model, prompt())
+    assert torch.equal(got_tokens, tokens)
+    torch.testing.assert_close(got_logits, logits)
+    return sent
+
+
 def afterwards(rank: int, name: str) -> dict[str, str]:
     """What a divided model refuses."""
     model: Any = build(name)
@@ -106,6 +126,7 @@ def afterwards(rank: int, name: str) -> dict[str, str]:
         "restore": report.restore,
         "save": lambda: model.save_pretrained("nowhere"),
         "again": lambda: parallelize(model, world(), ep="x"),
+        "record": lambda: record_input_ranges(model).__enter__(),
         "another implementation": lambda: model(prompt()),
     }
     for call, function in calls.items():

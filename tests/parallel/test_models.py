@@ -40,6 +40,11 @@ def test_gradients_of_a_model_with_copies_of_experts(two):
     two.run(model_ranks.gradients)
 
 
+@pytest.mark.parametrize("name, scheme", [("gpt_oss", None), ("qwen3_moe", "fp8_channel")])
+def test_experts_of_a_model_are_rebalanced(two, name, scheme):
+    assert two.run(model_ranks.rebalanced, name, scheme) == [4, 4]
+
+
 def test_a_norm_after_each_expert_wants_its_whole_width(two):
     family = next(family for family in FAMILIES if family.name == "muse_spark_text")
     family.need()
@@ -54,6 +59,7 @@ def test_a_divided_model_refuses_what_would_see_a_part(two, name):
         assert "RuntimeError: restore: the experts are divided among ranks" in told["restore"]
         assert "RuntimeError: save_pretrained: the experts are divided" in told["save"]
         assert "it is divided already" in told["again"]
+        assert "record before they are divided" in told["record"]
         assert "quantise first, then divide" in told["quantise"]
         if name == "qwen3_moe":  # Llama 4 has no other
             assert 'only experts_implementation="tmoe" can run' in told["another implementation"]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..checks import expect
+from ..integrations.transformers.quantized import PARALLEL, scheme_of
 from ..nn import Experts
 from .shard import down_columns, first_rows, take_experts, whole
 
@@ -153,13 +154,20 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
     Raises:
         ValueError: there are none, or one is divided already or can't be, with the reason.
     """
-    found = {
-        name: _of_tmoe(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, Experts)
-    }
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            plain = type(module) is Experts
+            got = f"{type(module).__name__} {name!r}"
+            expect(plain, OP, "model", "not divided already", got)
+            found[name] = _of_tmoe(name, module)
     if "transformers" in sys.modules:
-        found |= _of_transformers(model)
+        from ..integrations.transformers.dividing import divisible_experts
+
+        for name, module, reason in divisible_experts(model):
+            got = f"{type(module).__name__} {name!r}: {reason}"
+            expect(reason is None, OP, "model", "of experts that can be divided", got)
+            found[name] = _of_transformers(name, module)
     wanted = "one with a tmoe.MoE or tmoe.Experts in it, or on which tmoe.replace_moe was called"
     expect(bool(found), OP, "model", wanted, type(model).__name__)
     for name, layer in found.items():
@@ -173,9 +181,19 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
     return found
 
 
+def divided_layers(model: nn.Module) -> dict[str, tuple[ExpertsLayer, Any]]:
+    """The layers that are divided, by name, as this rank has them, and the `ExpertParallel` of
+    each."""
+    found: dict[str, tuple[ExpertsLayer, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and hasattr(module, "parallel"):
+            found[name] = _of_tmoe(name, module), module.parallel
+        elif (parallel := vars(module).get(PARALLEL)) is not None:
+            found[name] = _of_transformers(name, module), parallel
+    return found
+
+
 def _of_tmoe(name: str, module: Experts) -> ExpertsLayer:
-    plain = type(module) is Experts
-    expect(plain, OP, "model", "not divided already", f"{type(module).__name__} {name!r}")
     return ExpertsLayer(
         name,
         module,
@@ -191,29 +209,22 @@ def _of_tmoe(name: str, module: Experts) -> ExpertsLayer:
     )
 
 
-def _of_transformers(model: nn.Module) -> dict[str, ExpertsLayer]:
+def _of_transformers(name: str, module: Any) -> ExpertsLayer:
     from ..integrations.transformers.activations import activation_of
-    from ..integrations.transformers.dividing import divisible_experts
-    from ..integrations.transformers.quantized import scheme_of
 
-    layers = {}
-    for name, module, reason in divisible_experts(model):
-        here = f"{type(module).__name__} {name!r}"
-        expect(reason is None, OP, "model", "of experts that can be divided", f"{here}: {reason}")
-        scheme, activation = scheme_of(module), activation_of(module)
-        normed = getattr(module, "has_post_expert_norm", False)
-        layers[name] = ExpertsLayer(
-            name,
-            module,
-            "gate_up_proj" if module.has_gate else "up_proj",
-            "down_proj",
-            biases=module.has_bias,
-            transposed=module.is_transposed,
-            gated=module.has_gate,
-            interleaved=not module.is_concatenated,
-            activation=str(activation or type(module).__name__),
-            scheme=scheme.name,
-            scales=scheme if isinstance(scheme, nn.Module) else None,
-            whole_width="a norm follows each expert" if normed else None,
-        )
-    return layers
+    scheme, activation = scheme_of(module), activation_of(module)
+    normed = getattr(module, "has_post_expert_norm", False)
+    return ExpertsLayer(
+        name,
+        module,
+        "gate_up_proj" if module.has_gate else "up_proj",
+        "down_proj",
+        biases=module.has_bias,
+        transposed=module.is_transposed,
+        gated=module.has_gate,
+        interleaved=not module.is_concatenated,
+        activation=str(activation or type(module).__name__),
+        scheme=scheme.name,
+        scales=scheme if isinstance(scheme, nn.Module) else None,
+        whole_width="a norm follows each expert" if normed else None,
+    )
