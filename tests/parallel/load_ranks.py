@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import tmoe
 from tests.integrations.families import FAMILIES
+from tests.integrations.family import DEVICE
 from tests.parallel.cases import Case, mesh_of
 from tests.parallel.model_ranks import prompt
 from tmoe.checkpoints import Checkpoint, checkpoint, quantize_checkpoint
@@ -91,10 +92,10 @@ def load(rank: int, path: str, spread: dict[str, Any]) -> dict[str, Any]:
     checkpoint._pages = counted
     try:
         with count:
-            model = from_pretrained(path, world(), dtype=torch.float32, **spread)
+            model = from_pretrained(path, world(), dtype=torch.float32, device=DEVICE, **spread)
     finally:
         checkpoint._pages = pages
-    whole = tmoe.from_pretrained(path, dtype=torch.float32)
+    whole = tmoe.from_pretrained(path, dtype=torch.float32, device=DEVICE)
     logits = whole(prompt()).logits
     experts = sum(t.nbytes for n, t in whole.state_dict().items() if ".experts." in n)
     torch.testing.assert_close(model(prompt()).logits, logits)

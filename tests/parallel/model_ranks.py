@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tmoe
 from tests.checking import assert_matches
 from tests.integrations.families import FAMILIES
+from tests.integrations.family import DEVICE
 from tests.parallel.cases import Case, mesh_of
 from tmoe.integrations.transformers import record_input_ranges
 from tmoe.parallel import DivideExperts, Placement, parallelize, rebalance
@@ -35,7 +36,8 @@ def build(name: str) -> nn.Module:
 
 
 def prompt(seed: int = 5, length: int = 7) -> Tensor:
-    return torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 120, (2, length), generator=generator).to(DEVICE)
 
 
 @torch.no_grad()
