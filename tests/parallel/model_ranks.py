@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import register_parametrization
 
 import tmoe
 from tests.checking import assert_matches
@@ -98,6 +99,18 @@ def gradients(rank: int) -> None:
 
 
 @torch.no_grad()
+def different_lengths(rank: int) -> None:
+    """Each rank generates as many tokens as it likes; one that is done goes on taking part."""
+    model: Any = build("qwen3_moe")
+    tmoe.replace_moe(model)
+    options = {"max_new_tokens": 2 + 3 * rank, "do_sample": False}
+    ids = prompt(5 + rank, 4 + 3 * rank)
+    tokens = model.generate(ids, **options)
+    parallelize(model, world(), ep="x", dp="x")
+    assert torch.equal(model.generate(ids, synced_gpus=True, **options), tokens)
+
+
+@torch.no_grad()
 def rebalanced(rank: int, name: str, scheme: str | None) -> int:
     """Experts change places between two calls; one layer's alone, then those of all."""
     model = build(name)
@@ -145,9 +158,17 @@ def afterwards(rank: int, name: str) -> dict[str, str]:
 
 
 def refused(rank: int, name: str, replaced: bool, spread: dict[str, Any]) -> str:
-    model = build(name)
+    if name == "fp8":
+        from tests.integrations.test_fp8_experts import build as build_fp8
+
+        model: Any = nn.ModuleDict({"experts": build_fp8()})
+    else:
+        model = build("mixtral" if name == "lora" else name)
     if replaced:
         tmoe.replace_moe(model)
+    if name == "lora":
+        experts = model.model.layers[1].mlp.experts
+        register_parametrization(experts, "down_proj", nn.Identity())
     try:
         parallelize(model, world(), **spread)
     except ValueError as error:

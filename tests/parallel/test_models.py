@@ -9,6 +9,7 @@ from tests.integrations.families import FAMILIES
 from tests.parallel import model_ranks
 from tests.parallel.ranks import ranks
 from tests.plan.test_docs import run_blocks
+from tmoe.integrations.transformers.version import before
 
 NAMES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "llama4_text")
 WAYS = {
@@ -38,6 +39,10 @@ def test_a_model_on_two_ranks_says_the_same(two, name, way):
 def test_each_rank_has_prompts_of_its_own(two, exchange):
     spread = {"ep": "x", "dp": "x", "exchange": exchange}
     two.run(model_ranks.compare, "qwen3_moe", None, spread, own_tokens=True)
+
+
+def test_ranks_generate_as_many_tokens_as_they_like(two):
+    two.run(model_ranks.different_lengths)
 
 
 def test_gradients_of_a_model_with_copies_of_experts(two):
@@ -75,10 +80,16 @@ def test_a_divided_model_refuses_what_would_see_a_part(two, name):
         ("dbrx", True, "TmoeDbrxExperts 'transformer.blocks.0.ffn.experts': its gate and up"),
         ("jetmoe", True, "its projections are modules of their own"),
         ("longcat_flash", True, "some of its experts return their input"),
+        ("fp8", False, "FP8Experts 'experts': transformers' FP8 experts have tensors of their own"),
+        ("lora", True, "model.layers.1.mlp.experts.down_proj must be without a parametrisation"),
+        pytest.param(
+            "aria_text", True, "its projections are modules of their own",
+            marks=pytest.mark.skipif(not before("5.18"), reason="on the interface since 5.18"),
+        ),
         ("mixtral", False, "MixtralExperts 'model.layers.0.mlp.experts': it isn't on tmoe yet"),
         ("llama4_text", False, "it isn't on tmoe yet: call tmoe.replace_moe(model) first"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_divided_is_refused_by_name(two, name, replaced, words):
     for told in two.run(model_ranks.refused, name, replaced, {"ep": "x"}):
         assert words in told, told
