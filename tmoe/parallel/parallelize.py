@@ -39,7 +39,8 @@ def parallelize(
     on every rank. All ranks of the mesh call it; so they do the layers, also with zero tokens.
 
     Args:
-        model: a `tmoe.MoE`, a `tmoe.Experts`, or any module that contains some.
+        model: a `tmoe.MoE`, a `tmoe.Experts`, or any module that contains some; a model of
+            transformers whose experts run on tmoe (`tmoe.replace_moe`), quantised or not.
         mesh: with names for its dimensions.
         tp: name or names of dimensions along which each expert's width is divided, and that of
             shared experts. Tokens are the same along them.
@@ -56,8 +57,9 @@ def parallelize(
 
     Raises:
         ValueError: before anything is sent: a mesh, a placement or sizes that don't fit, a model
-            without expert layers or one that is divided already, weights whose scales a cut would
-            go through, schemes whose inputs have one dynamic scale for all tokens.
+            without expert layers, one that is divided already or has experts that can't be (named,
+            with the reason), weights whose scales a cut would go through, schemes whose inputs have
+            one dynamic scale for all tokens.
     """
     divide(model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange)
     return model
