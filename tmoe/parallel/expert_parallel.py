@@ -98,8 +98,8 @@ class ExpertParallel:
         experts: LocalExperts,
         beside: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, rounded by the
-        caller, and what `beside` returned: it is called while tokens are under way."""
+        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32 or rounded to the
+        dtype of x, and what `beside` returned: it is called while tokens are under way."""
         weights = topk_weights.to(wide(x.dtype))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.captured = True
@@ -116,14 +116,21 @@ class ExpertParallel:
             exchange = AllGather(self.layout, self.placement, most, slot_by_slot=slot_by_slot)
             exchange.begin(x, weights, topk_ids)
         else:
-            exchange = AllToAll(self.layout, self.placement, slot_by_slot=slot_by_slot)
-            counts = exchange.count(x, weights, topk_ids)
+            exchange = AllToAll(
+                self.layout, self.placement, slot_by_slot=slot_by_slot, sums=self._sums(x)
+            )
+            inputs = (x, weights, topk_ids)
             if fixed is None:
+                counts = exchange.place(*inputs, 0, None)
                 exchange.begin(*self._ask_counts(counts))
             else:
-                self._begin_fixed(exchange, fixed.capacity, most)
+                self._begin_fixed(exchange, inputs, fixed.capacity, most)
         other = beside() if beside else None
         return exchange.end(experts), other
+
+    def _sums(self, x: Tensor) -> torch.dtype:
+        """In which partial sums come back."""
+        return wide(x.dtype)
 
     def problem(self, x: Tensor, top_k: int, most_tokens: int) -> ExchangeProblem:
         layout, fixed = self.layout, _fixed.get()
@@ -241,13 +248,20 @@ class ExpertParallel:
         sent, received = torch.stack([counts, come]).tolist()
         return sent, received
 
-    def _begin_fixed(self, exchange: AllToAll, capacity: int | None, tokens: int) -> None:
-        shares = self.layout.shares.size
-        mine = -(-tokens // shares)  # the fullest share
-        dropped = exchange.begin_fixed(mine if capacity is None else min(capacity, mine))
-        if self._dropped is None:
-            self._dropped = torch.zeros_like(dropped)
-        self._dropped += dropped
+    def _begin_fixed(
+        self, exchange: AllToAll, inputs: tuple[Tensor, Tensor, Tensor], capacity: int | None,
+        tokens: int,
+    ) -> None:  # fmt: skip
+        everything = -(-tokens // self.layout.shares.size)  # the fullest share
+        room = everything if capacity is None else min(capacity, everything)
+        dropped = None
+        if room < everything:
+            if self._dropped is None:
+                self._dropped = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
+            dropped = self._dropped
+        exchange.place(*inputs, room, dropped)
+        counts = [room] * self.layout.experts.size
+        exchange.begin(counts, counts)
 
 
 _numbers: dict[Any, int] = {}  # how often a group's ranks have compared what they are about to do

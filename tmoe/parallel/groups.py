@@ -131,11 +131,14 @@ def all_to_all(
     group: Group,
     step: str,
     pending: Pending | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rows for rank 0, then those for rank 1, ... -> the rows from rank 0, from rank 1, ..."""
+    """Rows for rank 0, then those for rank 1, ... -> the rows from rank 0, from rank 1, ...
+    `out`, contiguous, is written instead of a new tensor."""
     if group.handle is None:
         return x
-    out = x.new_empty(sum(receive), *x.shape[1:])
+    if out is None:
+        out = x.new_empty(sum(receive), *x.shape[1:])
     with naming(group, step):
         work = dist.all_to_all_single(
             out, x.contiguous(), list(receive), list(send), group=group.handle,
