@@ -21,7 +21,7 @@ from torch import Tensor
 from tmoe.kernels.exchange_ref import PHI, Places, Slots
 from tmoe.kernels.launch import next_power_of_2, pdl_options
 
-MOST_IDS = 16384  # that a program looks at, at once
+MOST_IDS = 8192  # that a program looks at, at once
 _PHI = tl.constexpr(PHI)
 
 
