@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.exchange_ref import Parts, Places
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 
 @triton.jit(do_not_specialize=["T", "own", "capacity", "num_sent", "gap"])
@@ -97,7 +97,8 @@ def pack(
     programs = max(T, capacity)
     if programs == 0:
         return
-    _pack_kernel[(programs, cdiv(x.shape[1], block_w))](
+    launch(
+        _pack_kernel, (programs, cdiv(x.shape[1], block_w)),
         to_x, to_scale, message.slots, message.weights, x, scale, tokens.slots, tokens.weights,
         places.rows, places.counts, first,
         T, x.shape[1], C, K, P, own, capacity, num_sent, gap,

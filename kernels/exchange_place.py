@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.exchange_ref import PHI, Places, Slots
-from tmoe.kernels.launch import next_power_of_2, pdl_options
+from tmoe.kernels.launch import launch, next_power_of_2, pdl_options
 
 MOST_IDS = 8192  # that a program looks at, at once
 _PHI = tl.constexpr(PHI)
@@ -94,7 +94,8 @@ def place(
     of_tokens, rows, counts = (slots.first.new_empty(size) for size in ((T, K), (T, P), (P,)))
     block_k = next_power_of_2(K)
     block_t = min(max(16, next_power_of_2(max(T, 1))), max(16, MOST_IDS // block_k))
-    _place_kernel[(P,)](
+    launch(
+        _place_kernel, (P,),
         of_tokens, rows, counts, dropped, topk_ids, slots.first, slots.of_experts, slots.copies,
         T, K, P, 1 if slots.of_experts is None else slots.of_experts.shape[1],
         slots.num_experts, first_turn, own, capacity, *topk_ids.stride(),

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 
 @triton.jit(do_not_specialize=["num_sent"])
@@ -53,7 +53,8 @@ def sum_rows(out: Tensor, back: Tensor, own: Tensor, rows: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     block_h = min(1024, max(16, next_power_of_2(H)))
-    _sum_kernel[(T, cdiv(H, block_h))](
+    launch(
+        _sum_kernel, (T, cdiv(H, block_h)),
         out, back, own, rows, H, rows.shape[1], back.shape[0],
         out.stride(0), back.stride(0), own.stride(0),
         BLOCK_H=block_h, **pdl_options(out.device),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.kernels.launch import cdiv, next_power_of_2, pdl_options
+from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
 
 
 @triton.jit
@@ -56,7 +56,8 @@ def spread_codes(codes: Tensor, scale: Tensor, slot_to_row: Tensor) -> tuple[Ten
         to, words = out.view(word), codes.view(word)
         W = words.shape[1]
         block_w = min(1024, max(16, next_power_of_2(W)))
-        _spread_codes_kernel[(T, cdiv(W, block_w))](
+        launch(
+            _spread_codes_kernel, (T, cdiv(W, block_w)),
             to, out_scale, words, scale, slot_to_row, W, C, K,
             words.stride(0), *scale.stride(), out_scale.stride(1),
             BLOCK_W=block_w, BLOCK_C=next_power_of_2(C), **pdl_options(codes.device),

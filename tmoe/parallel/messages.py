@@ -41,14 +41,21 @@ class Tokens:
     def of(cls, x: Tensor) -> Tokens:
         if not isinstance(x, QuantizedTensor):
             return cls(x)
-        return cls(x.data, x.scale if x.scale.ndim == 2 else None, x)
+        scale = x.scale
+        if scale.ndim == 0:  # one for all, which all ranks know
+            return cls(x.data, None, x)
+        return cls(x.data, scale if scale.ndim == 2 else scale[:, None], x)
 
     def like(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """Other rows of the same kind, as one tensor."""
         q = self.made_of
         if q is None:
             return x
-        scale, shape = q.scale if scale is None else scale, (x.shape[0], q.shape[1])
+        if scale is None:
+            scale = q.scale
+        elif q.scale.ndim == 1:
+            scale = scale[:, 0]
+        shape = (x.shape[0], q.shape[1])
         return QuantizedTensor(x, scale, q.global_scale, q.format, q.block_shape, shape, q.dtype)
 
     @property

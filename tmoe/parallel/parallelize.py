@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,7 @@ def parallelize(
     dp: Dims = None,
     placement: Placement | Mapping[str, Placement] | None = None,
     exchange: str | None = None,
+    sums: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Give this rank its part of every expert layer of `model`, and make the layers work together.
 
@@ -49,7 +51,10 @@ def parallelize(
         placement: which rank of ep has which experts, for all layers or by the name of each; None:
             in order, as evenly as possible.
         exchange: "all_gather" or "all_to_all"; None: for each call what should be faster, see
-            ``layer.experts.parallel.explain``.
+            ``tmoe.explain(layer)``.
+        sums: the dtype in which an all-to-all brings partial sums back, float32 or bfloat16, which
+            halves their bytes and rounds them once more. They are added up in float32. The
+            all-gather path adds on the way, always in float32, and isn't chosen with bfloat16.
 
     Returns:
         `model`.
@@ -62,6 +67,8 @@ def parallelize(
     expect_type(model, nn.Module, OP, "model")
     known = exchange is None or exchange in EXCHANGES
     expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
+    both = (torch.float32, torch.bfloat16)
+    expect(sums in both, OP, "sums", "torch.float32 or torch.bfloat16", sums)
     layout = Layout.of(mesh, tp, ep, dp)
     layers = _layers(model)
     if isinstance(placement, Mapping):
@@ -76,7 +83,9 @@ def parallelize(
         if type(module) is SharedExpert and layout.width.size > 1:
             width_parts(module.down_proj.weight, layout.width.size, gated_apart=False)
     for name, experts in layers.items():
-        _divide(experts, name, layout, placements[name], parts[name], exchange)
+        _divide(experts, name, layout, placements[name], parts[name])
+        words = _words(experts, name)
+        experts.parallel = ExpertParallel(layout, placements[name], exchange, words, sums)  # type: ignore
     for module in model.modules():
         if type(module) is SharedExpert and layout.width.size > 1:
             _divide_shared(module, layout)
@@ -131,7 +140,6 @@ def _divide(
     layout: Layout,
     placement: Placement,
     parts: list[tuple[int, int]],
-    exchange: str | None,
 ) -> None:
     I, part = experts.intermediate_size, parts[layout.width.rank]
     held = placement.ranks[layout.experts.rank]
@@ -154,7 +162,6 @@ def _divide(
         if scale is not None and scale.numel() > 1:
             setattr(experts, arg, take_experts(scale, held))
     experts.__class__ = ParallelExperts
-    experts.parallel = ExpertParallel(layout, placement, exchange, _words(experts, name))  # type: ignore
 
 
 def _words(experts: Experts, name: str) -> dict[str, Any]:

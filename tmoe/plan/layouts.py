@@ -30,7 +30,9 @@ from ..checks import expect
 from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
+from ..parallel.choose import ROUTE
 from ..parallel.communication_model import Cluster, Transfer, gpu_named
+from ..parallel.exchange_model import all_gather, all_to_all
 from ..parallel.shard import width_parts
 from .models import PlanModel
 from .traffic import chance_of_any
@@ -38,7 +40,6 @@ from .traffic import chance_of_any
 MEASURED = "H200"  # the GPU whose kernels were timed
 NOT_OURS = ("deepep",)
 SENT, BACK = 2, 4  # bytes of a value on its way to experts, and of a sum on its way back
-ROUTE = 8  # bytes of an expert's id and weight
 RESERVE_GB = 4.0  # CUDA, NCCL and PyTorch; the rest is weights, tokens and the KV cache
 
 
@@ -199,27 +200,20 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
     summed = cluster.all_reduce(tokens * back, cluster.span(tp))
     if ep == 1:
         return {"none" if tp == 1 else "all_reduce": summed}
-    span = cluster.span(ep, tp)
-    found = {
-        "all_gather": cluster.gather("all_gather", tokens * sent, span)
-        + cluster.gather("reduce_scatter", tokens * back, span)
-    }
+    span, hidden = cluster.span(ep, tp), model.shape.hidden
     hit = chance_of_any(E, K, ep, model.n_group, model.topk_group)
     busiest = max(1.0, load.rows / (tokens * K))  # its rows over those of a rank on average
-    near, far = (tokens * hit * busiest * n for n in (span.per_node - 1, ep - span.per_node))
-    found["all_to_all"] = cluster.all_to_all(near * sent, far * sent, span) + cluster.all_to_all(
-        near * back, far * back, span
-    )
+    rows = tokens * hit * busiest
+    found = {
+        "all_gather": all_gather(cluster, span, tokens, sent, back, hidden),
+        "all_to_all": all_to_all(cluster, span, rows, sent, back, hidden),
+    }
     if span.nodes > 1:
         node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
-        once, inside = tokens * node * (span.nodes - 1) * busiest, near + far
+        once, inside = tokens * node * (span.nodes - 1) * busiest, rows * (ep - 1)
         found["deepep"] = cluster.all_to_all(inside * sent, once * sent, span) + cluster.all_to_all(
             inside * back, once * back, span
         )
-    moved = {"all_gather": tokens * ep, "all_to_all": tokens * hit * ep * busiest}
-    for name, rows in moved.items():
-        copies = cluster.copies_us(name, rows, model.shape.hidden)
-        found[name] = found[name].with_copies(copies)
     return {name: transfer + summed for name, transfer in found.items()}
 
 
