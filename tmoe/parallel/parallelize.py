@@ -83,8 +83,8 @@ def parallelize(
         if type(module) is SharedExpert and layout.width.size > 1:
             width_parts(module.down_proj.weight, layout.width.size, gated_apart=False)
     for name, experts in layers.items():
-        _divide(experts, name, layout, placements[name], parts[name])
         words = _words(experts, name)
+        _divide(experts, name, layout, placements[name], parts[name])
         experts.parallel = ExpertParallel(layout, placements[name], exchange, words, sums)  # type: ignore
     for module in model.modules():
         if type(module) is SharedExpert and layout.width.size > 1:
