@@ -9,8 +9,8 @@ exchange brings them, and the exchange alone. From these:
     overhead  time of a call less that of its experts, in microseconds
 
 Times are the GPU's own, of a CUDA graph of several calls with inputs of their own; every result is
-compared with one GPU's before it is timed. NVLink multicast is switched off. Beside them stands what
-NCCL alone takes for the same bytes.
+compared with one GPU's before it is timed. NVLink multicast is switched off. Beside them stands
+what NCCL alone takes for the same bytes.
 """
 
 from __future__ import annotations
@@ -257,10 +257,10 @@ def main() -> None:
         for scheme in options.schemes.split(","):
             rows += measure(SHAPES[model], scheme, counts, mesh, device)
             torch.cuda.empty_cache()
-    if options.out is not None and dist.get_rank() == 0:
-        command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
-        found = {"machine_info": machine_info(device), "command": command, "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            if options.out is not None and dist.get_rank() == 0:
+                command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
+                found = {"machine_info": machine_info(device), "command": command, "rows": rows}
+                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import tmoe
 from tests.reference import quantized
@@ -86,6 +88,21 @@ def test_what_is_refused():
     weights = layer[2].requires_grad_()
     with pytest.raises(tmoe.NoBackendError, match="gradients are needed"):
         run(q, *layer[:2], weights, layer[3], scheme="fp8_block")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_compilers_are_told_of_the_result(wide):
+    x, gate_up, down, weights, ids = make("fp8_block")
+    codes, *scales = code(x, "fp8_block", None).parts()
+    args = (codes, scales, torch.bfloat16, gate_up.parts(), down.parts(), weights, ids, None, None,
+            None, None, "fp8_block", "fp8_block", 1, "swiglu", 1.0, math.inf, False, False, 0, E,
+            wide, False)  # fmt: skip
+    op = torch.ops.tmoe.coded_experts.default
+    y = op(*args)
+    with FakeTensorMode() as mode:
+        told = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+    assert (told.shape, told.dtype, told.device) == (y.shape, y.dtype, y.device)
+    assert y.dtype == (torch.float32 if wide else torch.bfloat16)
 
 
 @pytest.mark.parametrize("D", [256, 130, 33])

@@ -69,7 +69,7 @@ CASES = [
     Case("no token", T=0),
     Case("no token, rows for some", T=0, capacity=2),
     Case("one token", T=1, K=1),
-        Case("uneven", P=4, E=7, K=5, own=2),
+    Case("uneven", P=4, E=7, K=5, own=2),
     Case("out of order", ranks=((5, 0, 3), (1, 2, 4))),
     Case("copies", ranks=((0, 1, 2, 3), (3, 0, 4), (0, 5)), T=40, K=3),
     Case("room for all", capacity=5),
@@ -93,9 +93,7 @@ def case(request):
 
 def placed(case: Case, device, function=place, **more) -> Places:
     ids, slots = case.ids(device), case.slots(device)
-    return function(
-        ids, slots, first_turn=3, own=case.own, capacity=case.capacity, **more
-    )
+    return function(ids, slots, first_turn=3, own=case.own, capacity=case.capacity, **more)
 
 
 def by_hand(case: Case, ids: list[list[int]]) -> tuple[list, list, list]:
@@ -217,7 +215,8 @@ def test_what_a_message_says(case, function, device):
             if case.scales:
                 assert_bytes_equal(message.scale[r], tokens.scale[t])
             here = [
-                s - first[p] if first[p] <= s < first[p + 1] else -1 for s in tokens.slots[t].tolist()
+                s - first[p] if first[p] <= s < first[p + 1] else -1
+                for s in tokens.slots[t].tolist()
             ]
             assert message.slots[r].tolist() == here
     for r in set(range(len(message.x))) - used:

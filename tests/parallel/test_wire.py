@@ -1,4 +1,4 @@
-"""What goes over the wire: how many bytes, in which format, and that no bit of a result hangs on it."""
+"""What goes over the wire: how many bytes, in which format; no bit of a result hangs on it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def problem(**changes) -> ExchangeProblem:
 
 
 def test_the_shorter_exchange_is_chosen():
-    """Few tokens go everywhere; with many ranks and experts on few of them, where they are wanted."""
+    """Few tokens go everywhere; many, over many ranks, where they are wanted."""
     few = choose(problem(tokens=1, fixed=True))
     assert few.chosen == "all_gather"
     many = choose(problem(tokens=8192, owners=64, nodes=8))

@@ -42,8 +42,8 @@ def coded(rank: int, case: Case) -> dict[str, Any]:
     """A layer whose tokens are quantised before they are sent, and after."""
     layer = spread(case, make_whole(case))
     x = tokens_of(case)[layer.experts.parallel.layout.owners.rank]
-    weights = torch.rand(len(x), case.top_k)
-    ids = torch.rand(len(x), case.experts).argsort(1)[:, : case.top_k]
+    weights = torch.rand(len(x), case.top_k).to(x.device)
+    ids = torch.rand(len(x), case.experts).argsort(1)[:, : case.top_k].to(x.device)
     found: dict[str, Any] = {"codes": modules.codes_of(layer.experts) is not None}
     codes_of = modules.codes_of
     deterministic = case.deterministic
@@ -90,15 +90,13 @@ def with_sums(rank: int, sums: torch.dtype) -> dict[str, Any]:
     x = tokens_of(case)[rank]
     with Sent() as sent:
         y = layer(x)
+    one, truth = whole(x), whole.double()(x.double())
+    decision = tmoe.explain(layer, num_tokens=5)
     return {
-        "sent": sent.to_all, "off": (y.float() - whole.float()(x.float())).norm().item(),
-        "one": (copy_of(case)(x).float() - whole.float()(x.float())).norm().item(),
-        "said": str(tmoe.explain(layer, num_tokens=5)), "chosen": tmoe.explain(layer).exchange.chosen,
+        "sent": sent.to_all, "off": (y.double() - truth).norm().item(),
+        "one": (one.double() - truth).norm().item(), "chosen": decision.exchange.chosen,
+        "said": str(decision),
     }  # fmt: skip
-
-
-def copy_of(case: Case) -> tmoe.MoE:
-    return make_whole(case)
 
 
 @torch.no_grad()

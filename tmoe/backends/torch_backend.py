@@ -25,7 +25,6 @@ from ..dispatch.problem import (
     Routed,
     RouteInputs,
     StaticScales,
-    result_dtype,
 )
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts

@@ -25,8 +25,8 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
     A layer is a `tmoe.MoE` or `tmoe.Experts`, an experts module of transformers, or a block that
     has one as its ``experts``; it is described for `num_tokens` tokens, on its device, with
     gradients if they are enabled and a parameter requires them. One that `tmoe.parallel` divided
-    also says which exchange runs where the fullest rank has `num_tokens`. A `Problem` has its own number of
-    tokens.
+    also says which exchange runs where the fullest rank has `num_tokens`. A `Problem` has its own
+    number of tokens.
 
     Raises ``TypeError`` for anything else, ``ValueError`` for a module without such weights, and
     `NoBackendError` where nothing can run.

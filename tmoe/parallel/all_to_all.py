@@ -55,9 +55,7 @@ class AllToAll:
         self.count, self.dtype, self.capacity = x.shape[0], x.dtype, capacity
         mine = autograd.part(self.count, layout.shares)
         self.tokens = Tokens.of(x)
-        data = autograd.take_part(
-            autograd.copy_to_all(self.tokens.x, layout.width), layout.shares
-        )
+        data = autograd.take_part(autograd.copy_to_all(self.tokens.x, layout.width), layout.shares)
         weights = autograd.copy_to_all(weights, layout.width)
         weights = autograd.take_part(weights, layout.shares)
         self.slots = slots_on(self.placement, x.device)

@@ -96,9 +96,7 @@ def _gather_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
     back = p.hidden * p.wide_bytes * p.per_row
     sent = p.row_bytes + ROUTE * p.top_k
     copies = p.shares * p.width
-    gathered = exchange_model.all_gather(
-        cluster, p.span(p.owners), p.tokens, sent, back, p.hidden
-    )
+    gathered = exchange_model.all_gather(cluster, p.span(p.owners), p.tokens, sent, back, p.hidden)
     return gathered + cluster.all_reduce(p.tokens * back, p.span(copies))
 
 

@@ -108,9 +108,9 @@ class ExpertParallel:
         beside: Callable[[], Tensor] | None = None,
         codes: Codes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32 or rounded to the
-        dtype of x, and what `beside` returned: it is called while tokens are under way. `codes`:
-        how x is to be quantised, if it is sent."""
+        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, or rounded to
+        the dtype of x already, and what `beside` returned: it is called while tokens are under way.
+        `codes`: how x is to be quantised, if it is sent."""
         weights = topk_weights.to(wide(x.dtype))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.captured = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def row_bytes(parts: Parts) -> int:
 
 def views(message: Tensor, like: Parts) -> Parts:
     """message (N, bytes) uint8 -> its parts; `like` has their widths and dtypes."""
-    found, start = [], 0
+    found: list[Any] = []
+    start = 0
     for part, space in zip(like, _spaces(like), strict=True):
         if part is None:
             found.append(None)
@@ -80,7 +82,7 @@ def views(message: Tensor, like: Parts) -> Parts:
         width = part.shape[1] * part.itemsize
         found.append(message[:, start : start + width].view(part.dtype))
         start += space
-    return Parts(*found)  # type: ignore[arg-type]
+    return Parts(*found)
 
 
 def _spaces(parts: Parts) -> list[int]:
@@ -116,5 +118,5 @@ def send_rows(parts: Parts, send: Callable[[Tensor, str], Tensor]) -> Parts:
         return views(send(packed(parts), "tokens"), parts)
     routes = parts._replace(x=x[:, :0])
     got = views(send(packed(routes), "routes"), routes)
-    sent = send(x.contiguous().view(torch.uint8), "tokens") if x.itemsize == 1 else send(x, "tokens")
-    return got._replace(x=sent.view(x.dtype))
+    plain = x.contiguous().view(torch.uint8) if x.itemsize == 1 else x  # not all send float8
+    return got._replace(x=send(plain, "tokens").view(x.dtype))

@@ -11,7 +11,8 @@ each group of tp, and all layouts compute the same T · gpus tokens. Exchanges:
                   over NVLink, which is what node-limited routing (DeepSeek's groups) is for
 
 and with tp an all_reduce of the sums in each. Tokens go in bf16, or as the codes of a scheme that
-rounds its inputs, with ids and weights; sums come back in fp32. Nothing is overlapped, and attention, router and shared experts aren't counted.
+rounds its inputs, with ids and weights; sums come back in fp32. Nothing is overlapped, and
+attention, router and shared experts aren't counted.
 """
 
 from __future__ import annotations
