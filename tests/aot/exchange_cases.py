@@ -1,4 +1,5 @@
-"""The kernels of the all-to-all exchange, as `tmoe.parallel` launches them."""
+"""The kernels of the all-to-all exchange, as `tmoe.parallel` launches them, and of rows that came
+as codes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tmoe.kernels.exchange_pack import pack
 from tmoe.kernels.exchange_place import place
 from tmoe.kernels.exchange_ref import Parts, Places, Slots
 from tmoe.kernels.exchange_sum import sum_rows
+from tmoe.kernels.spread_codes import spread_codes
 from tmoe.parallel.messages import row_bytes, views
 
 E, K, P = 256, 8, 8
@@ -43,6 +45,11 @@ def _sum(T: int, H: int, columns: int, dtype: torch.dtype, out: torch.dtype) -> 
     return sum_rows(_empty(T, H, dtype=out), back, own, _empty(T, columns))
 
 
+def _spread(T: int, H: int) -> tuple[Tensor, Tensor]:
+    codes, scale = _empty(T, H, dtype=torch.float8_e4m3fn), _empty(T, H // 128, dtype=torch.float32)
+    return spread_codes(codes, scale, _empty(T, K))
+
+
 def launches() -> dict[str, Callable[[], object]]:
     """By name."""
     fp32, bf16, e4m3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
@@ -58,6 +65,8 @@ def launches() -> dict[str, Callable[[], object]]:
         "exchange pack bf16, narrow": lambda: _pack(1, 2048, bf16, 0),
         "exchange pack fp8 1x128": lambda: _pack(8192, 7168, e4m3, 56),
         "exchange pack fp64": lambda: _pack(16, 90, torch.float64, 0),
+        "spread codes": lambda: _spread(8192, 7168),
+        "spread codes, unaligned": lambda: _spread(16, 258),
         "exchange sum fp32": lambda: _sum(8192, 7168, P, fp32, bf16),
         "exchange sum bf16": lambda: _sum(16, 2048, K, bf16, bf16),
     }

@@ -9,7 +9,13 @@ import torch
 
 from tests.parallel.cases import Case
 from tests.parallel.ranks import ranks
-from tests.parallel.wire_ranks import coded, goes_once, overflowing, with_sums
+from tests.parallel.wire_ranks import (
+    coded,
+    goes_once,
+    overflowing,
+    trained_with_sums,
+    with_sums,
+)
 from tmoe.formats import SCHEMES
 from tmoe.parallel.choose import EXCHANGES, ExchangeProblem, choose
 
@@ -93,6 +99,11 @@ def test_sums_in_bfloat16_are_asked_for(two):
         assert "all_gather  no   its sums would be added up in 16 bits" in found["said"]
         assert "16-bit sums" in found["said"] and "16-bit" not in usual["said"]
         assert found["off"] <= 2 * found["one"]
+
+
+def test_sums_in_bfloat16_are_added_up_in_float32_with_gradients(two):
+    for off, one, has_grad in two.run(trained_with_sums):
+        assert off <= 2 * one and has_grad
 
 
 def problem(**changes) -> ExchangeProblem:

@@ -99,6 +99,20 @@ def with_sums(rank: int, sums: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def trained_with_sums(rank: int) -> tuple[float, float, bool]:
+    """A gradient through sums in bfloat16: how far the output is off, and one rank's."""
+    case = Case("", (2,), ("x",), (4, 5), ep="x", dp="x", dtype=torch.bfloat16)
+    whole, layer = make_whole(case), make_whole(case)
+    parallelize(layer, mesh_of(case), ep="x", dp="x", sums=torch.bfloat16)
+    x = tokens_of(case)[rank].requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    with torch.no_grad():
+        one, truth = whole(x), whole.double()(x.double())
+        off, usual = ((t.double() - truth).norm().item() for t in (y, one))
+    return off, usual, bool(x.grad.abs().sum() > 0)
+
+
 @torch.no_grad()
 def overflowing(rank: int) -> tuple[list[int], str]:
     """Capacity for two of six tokens: what is counted, twice, and what is said."""

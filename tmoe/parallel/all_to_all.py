@@ -185,5 +185,6 @@ class AllToAll:
         if not (torch.is_grad_enabled() and (back.requires_grad or own.requires_grad)):
             return add_up(back, own, rows, dtype)
         every = torch.cat([back, own])
+        every = every.to(wide(every.dtype))
         token = rows_back(rows, every.shape[0])[0].clamp(min=0)
         return autograd.sum_of_rows(every, token, rows).to(dtype)
