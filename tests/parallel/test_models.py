@@ -7,8 +7,7 @@ import pytest
 
 from tests.integrations.families import FAMILIES
 from tests.parallel import model_ranks
-from tests.parallel.ranks import ranks
-from tests.plan.test_docs import run_blocks
+from tests.parallel.ranks import printed, ranks
 from tmoe.integrations.transformers.version import before
 
 NAMES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "llama4_text")
@@ -132,6 +131,6 @@ def test_the_page_about_models_runs(two):
     """docs/parallel-models.md: it prints what its comments say."""
     text = (Path(__file__).parents[2] / "docs" / "parallel-models.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    for printed in two.run(run_blocks, blocks):
-        assert len(printed) == 3 and printed[0].startswith("b'def main(")
-        assert printed[1:] == re.findall(r"print\(.*\)  # (.*)$", text, flags=re.MULTILINE)
+    for lines in two.run(printed, blocks, "parallel-models.md"):
+        assert len(lines) == 3 and lines[0].startswith("b'def main(")
+        assert lines[1:] == re.findall(r"print\(.*\)  # (.*)$", text, flags=re.MULTILINE)

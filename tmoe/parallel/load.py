@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,7 @@ def from_pretrained(
     dp: Dims = None,
     placement: Placement | Mapping[str, Placement] | None = None,
     exchange: str | None = None,
+    sums: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
     """`tmoe.from_pretrained` and `parallelize` in one: no rank ever holds the experts of others.
@@ -36,7 +38,7 @@ def from_pretrained(
 
     Args:
         path, options: as for `tmoe.from_pretrained`.
-        mesh, tp, ep, dp, placement, exchange: as for `parallelize`.
+        mesh, tp, ep, dp, placement, exchange, sums: as for `parallelize`.
 
     Returns:
         The model, as `parallelize` leaves one.
@@ -48,7 +50,7 @@ def from_pretrained(
 
     def shares(model: nn.Module) -> dict[str, Share]:  # while it is on the meta device
         return divide(
-            model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange
+            model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange, sums=sums
         )  # fmt: skip
 
     return load_model(path, shares, **options)

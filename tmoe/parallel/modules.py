@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import expect, expect_type
+from ..formats import QuantizedTensor
 from ..nn import Experts, MoE, SharedExpert
 from ..ops import fused_experts
 from . import autograd
+from .choose import ExchangeDecision
+from .codes import codes_of
 from .expert_parallel import ExpertParallel
 from .groups import Group
 from .local import Rows
@@ -35,12 +38,20 @@ class ParallelExperts(Experts):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, beside: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`forward`, and what `beside()` returned, which is called while tokens are under way."""
-        y, other = self.parallel.run(x, topk_weights, topk_ids, self.local_experts, beside)
+        y, other = self.parallel.run(
+            x, topk_weights, topk_ids, self.local_experts, beside, codes_of(self)
+        )
         return y.to(x.dtype), other
+
+    def explain_exchange(self, num_tokens: int, top_k: int) -> ExchangeDecision:
+        """See `ExpertParallel.explain`."""
+        codes, dtype = codes_of(self), self.down_proj.dtype
+        return self.parallel.explain(num_tokens, self.hidden_size, top_k, dtype, codes)
 
     def local_experts(self, rows: Rows, out_dtype: torch.dtype) -> Tensor:
         """What this rank's experts say to rows: (R, H) in `out_dtype`."""
         parallel, first = self.parallel, self._first
+        coded = isinstance(rows.x, QuantizedTensor)
         return fused_experts(
             rows.x,
             parallel.weight(getattr(self, first)),
@@ -55,7 +66,7 @@ class ParallelExperts(Experts):
             weight_on_input=self.weight_on_input,
             first_expert=rows.first,
             num_experts=rows.num_slots,
-            input_scale=self.input_scale,
+            input_scale=None if coded else self.input_scale,
             hidden_scale=self.hidden_scale,
             out_dtype=out_dtype,
         )

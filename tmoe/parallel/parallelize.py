@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,7 @@ def parallelize(
     dp: Dims = None,
     placement: Placement | Mapping[str, Placement] | None = None,
     exchange: str | None = None,
+    sums: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Give this rank its part of every expert layer of `model`, and make the layers work together.
 
@@ -50,7 +52,10 @@ def parallelize(
         placement: which rank of ep has which experts, for all layers or by the name of each; None:
             in order, as evenly as possible.
         exchange: "all_gather" or "all_to_all"; None: for each call what should be faster, see
-            ``layer.experts.parallel.explain``.
+            ``tmoe.explain(layer)``.
+        sums: the dtype in which an all-to-all brings partial sums back, float32 or bfloat16, which
+            halves their bytes and rounds them once more. They are added up in float32. The
+            all-gather path adds on the way, always in float32, and isn't chosen with bfloat16.
 
     Returns:
         `model`.
@@ -61,7 +66,9 @@ def parallelize(
             with the reason), weights whose scales a cut would go through, schemes whose inputs have
             one dynamic scale for all tokens.
     """
-    divide(model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange)
+    divide(
+        model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange, sums=sums
+    )  # fmt: skip
     return model
 
 
@@ -74,11 +81,14 @@ def divide(
     dp: Dims,
     placement: Placement | Mapping[str, Placement] | None,
     exchange: str | None,
+    sums: torch.dtype,
 ) -> dict[str, Share]:
     """`parallelize`; returns what this rank has of each layer."""
     expect_type(model, nn.Module, OP, "model")
     known = exchange is None or exchange in EXCHANGES
     expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
+    both = (torch.float32, torch.bfloat16)
+    expect(sums in both, OP, "sums", "torch.float32 or torch.bfloat16", sums)
     tp, ep, dp = _dims("tp", tp), _dims("ep", ep), _dims("dp", dp)
     sizes = Layout.sizes(mesh, tp, ep, dp)
     layers = expert_layers(model)
@@ -99,7 +109,7 @@ def divide(
         held, part = placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank]
         shares[name] = layer.share(held, part)
         layer.keep(shares[name])
-        parallel = ExpertParallel(layout, placements[name], exchange, words)
+        parallel = ExpertParallel(layout, placements[name], exchange, words, sums)
         if isinstance(layer.module, Experts):
             layer.module.__class__ = ParallelExperts
             layer.module.parallel = parallel  # type: ignore[assignment]

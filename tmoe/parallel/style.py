@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,14 +34,15 @@ class DivideExperts(ParallelStyle):
         dp: Dims = None,
         placement: Placement | None = None,
         exchange: str | None = None,
+        sums: torch.dtype = torch.float32,
     ) -> None:
         """The arguments of `parallelize`, which says what they mean and what is refused."""
         super().__init__()
         self.tp, self.ep, self.dp = tp, ep, dp
-        self.placement, self.exchange = placement, exchange
+        self.placement, self.exchange, self.sums = placement, exchange, sums
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return parallelize(
             module, device_mesh, tp=self.tp, ep=self.ep, dp=self.dp,
-            placement=self.placement, exchange=self.exchange,
+            placement=self.placement, exchange=self.exchange, sums=self.sums,
         )  # fmt: skip
