@@ -25,7 +25,6 @@ from ..dispatch.problem import (
     Routed,
     RouteInputs,
     StaticScales,
-    result_dtype,
 )
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
@@ -173,7 +172,9 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         """The result, and what was activated; `product` is that, if it is known."""
         (T, K), H = topk_ids.shape, x.shape[1]
-        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype, is_coded = x.dtype, isinstance(x, QuantizedTensor)
+        wide = torch.promote_types(dtype, torch.float32)
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x  # what the codes stand for
         order = _sort(topk_ids, spec.first_expert, gate_up_proj.shape[0])
         # Selects, not products with zero: what stands in a dropped slot may be NaN.
         weights = topk_weights.to(wide).masked_fill(~order.local, 0.0).unsqueeze(-1)  # (T, K, 1)
@@ -182,19 +183,21 @@ class TorchBackend:
         slots = x.unsqueeze(1).expand(T, K, H)
         if spec.weight_on_input:
             slots = slots * weights
-            slots = slots if spec.scheme else slots.to(x.dtype)
+            slots = slots if spec.scheme else slots.to(dtype)
         rows = slots.reshape(T * K, H).index_select(0, order.row_to_slot)
         offsets = order.expert_offsets
         if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
             inputs = SCHEMES[spec.scheme].inputs if spec.scheme else None
-            rows = rounded(clear_tail(rows.float(), offsets), inputs, scales.input, offsets)
+            rows = clear_tail(rows.float(), offsets)
+            if not is_coded:
+                rows = rounded(rows, inputs, scales.input, offsets)
             product = project(rows, gate_up_proj, gate_up_bias, offsets)
             rows = _activate(product, spec)
             rows = rounded(clear_tail(rows, offsets), inputs, scales.hidden, offsets)
             rows = project(rows, down_proj, down_bias, offsets)
         else:
             product = GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets, product)
-            rows = _activate(product.to(wide), spec).to(x.dtype)
+            rows = _activate(product.to(wide), spec).to(dtype)
             rows = GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
 
         slots = rows.index_select(0, order.slot_to_row).view(T, K, H)
@@ -204,7 +207,7 @@ class TorchBackend:
         y = x.new_zeros(x.shape, dtype=wide)
         for slot in slots.unbind(1):  # torch.sum would be free to choose another order
             y = y + slot
-        return y.to(result_dtype(x, spec.wide)), product
+        return y.to(wide if spec.wide else dtype), product
 
 
 def _leaves(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Any]:

@@ -55,6 +55,7 @@ class Facts(NamedTuple):
     has_static_scales: bool = False
     window: tuple[int, int] | None = None
     wide: bool = False
+    coded: bool = False
     prepared: tuple[str, ...] = ()
 
 
