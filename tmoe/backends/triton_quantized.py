@@ -119,9 +119,7 @@ def quantized_experts(
     static = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
     blocks = None
     if tiles.gate_up.specialized and static is None:
-        blocks = plain.new_empty(
-            cdiv(I, 128), S, dtype=torch.float32
-        ).T  # those of a column together
+        blocks = plain.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # by column
     is_quantised = static is not None or blocks is not None
     hidden = grouped_gemm(
         plain.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
