@@ -102,7 +102,9 @@ class Layer:
             y, kept = BACKEND.train_experts(*arguments)
             assert kept.shape == (S, columns)
             wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
-            return BACKEND.experts_backward(y, *arguments, None if recompute else kept, wanted)
+            return BACKEND.experts_backward(
+                y, *arguments, None if recompute else kept, wanted, False, ExpertGradients()
+            )
 
         return Case(f"{self.model} training T={num_tokens} {_short(dtype)}", launch)
 

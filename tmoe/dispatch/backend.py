@@ -139,13 +139,16 @@ class Backend(Protocol):
         spec: ExpertsSpec,
         kept: Tensor | None,
         wanted: ExpertGradients,
+        may_write_kept: bool,
+        sums: ExpertGradients,
     ) -> ExpertGradients:
         """The wanted gradients, each of its input's shape and dtype. `kept` is `train_experts`'
-        second result; None: it wasn't kept."""
+        second result; None: it wasn't kept. A weight's gradient that `sums` has a tensor for is
+        added to that and not returned."""
 
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
-        wanted: GemmGradients,
+        wanted: GemmGradients, sums: GemmGradients,
     ) -> GemmGradients:  # fmt: skip
         """The wanted gradients, from dy (S, N), whose rows past the last offset count for nothing;
-        those rows of a's gradient are 0."""
+        those rows of a's gradient are 0. `sums` as above, for b."""

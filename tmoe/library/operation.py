@@ -9,8 +9,8 @@ Whether gradients are needed comes from outside, where autograd's state can be s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -200,7 +200,7 @@ class Operation:
         for i in positions:
             again[i] = arguments[i].detach().requires_grad_()
         device = grads[0].device
-        with device_guard(device), autocast_off(device), torch.enable_grad():
+        with device_guard(device), autocast_off(device), autograd_works(), torch.enable_grad():
             results = self.compute(registry.load("torch"), *again, None)
             results = results if isinstance(results, tuple) else (results,)
             ys, grads = self._with_gradients(results, grads)
@@ -274,6 +274,18 @@ def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+@contextmanager
+def autograd_works() -> Iterator[None]:
+    """Autograd can work inside an op, even where a mode, such as `FlopCounterMode`, called it: what
+    a mode calls stands below autograd."""
+    key = torch._C.DispatchKey
+    keys = torch._C.DispatchKeySet(key.AutogradFunctionality).add(key.ADInplaceOrView)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
 
 
 def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
