@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tmoe
 from tmoe import registry
 from tmoe.backends.triton_backend import TritonBackend
+from tmoe.library.operation import Operation
 
 E, K, H, I, T = 4, 2, 16, 8, 5
 SPEC = ("swiglu", 1.0, float("inf"), False, False, 0, E, False)
@@ -161,3 +162,34 @@ def test_while_a_mode_looks_on(backend, recompute):
             layer(x).square().sum().backward()
     for leaf, gradient in zip(leaves, want, strict=True):
         assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("want_probs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_routers_gradient_comes_from_the_backend(dtype, want_probs, monkeypatch):
+    """The one that the forward was on, without options at the time of the backward."""
+    logits = torch.randn(T, E).to(dtype).requires_grad_()
+    routing = tmoe.Routing(E, K, "RenormalizeNaive")
+    found = {}
+    for backend in ("torch", "triton"):
+        if backend == "triton":
+            monkeypatch.setattr(Operation, "_by_torch", None)
+        with tmoe.options(backend=backend):
+            weights, ids, *probs = tmoe.route(logits, routing, return_probs=want_probs)
+        loss = (weights * (ids + 1)).sum() + sum(p[:, 0].square().sum() for p in probs)
+        (found[backend],) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found["triton"], found["torch"])
+    assert found["torch"].any()
+
+
+def test_the_gradient_of_an_experts_factor():
+    """It is torch's to find, beside a backend that has the logits' gradient."""
+    rule = tmoe.RoutingRule(score="sigmoid", takes_expert_scale=True)
+    leaves = [torch.randn(T, E).requires_grad_(), torch.rand(E).requires_grad_()]
+    found = []
+    for backend in ("torch", "triton"):
+        with tmoe.options(backend=backend):
+            weights, _ = tmoe.route(leaves[0], tmoe.Routing(E, K, rule), expert_scale=leaves[1])
+        found.append(torch.autograd.grad(weights.square().sum(), leaves))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)

@@ -230,6 +230,18 @@ def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: 
     )
 
 
+def _route_backward(routing: Routing, dtype: torch.dtype) -> Case:
+    T, E, K = 4096, routing.num_logits, routing.num_weighed
+    logits, scale = _empty(T, E, dtype=dtype), _empty(routing.num_experts, dtype=dtype)
+    ids, fp32 = _empty(T, routing.top_k, dtype=torch.int32), torch.float32
+    gradients = (_empty(T, K, dtype=fp32), _empty(T, routing.num_experts, dtype=fp32))
+    scale = scale if routing.rule.takes_expert_scale else None
+    return Case(
+        f"route backward {routing.name} E={E} {_short(dtype)}",
+        lambda: BACKEND.route_backward(*gradients, logits, routing, scale, ids),
+    )
+
+
 def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Case:
     x, weight = _empty(16, H, dtype=dtype), _empty(E, H, dtype=weight_dtype)
     routing = Routing(E, 2, "Renormalize")
@@ -323,6 +335,8 @@ def cases() -> list[Case]:
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
         _route(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _router(256, 7168, bf16, fp32),
+        _route_backward(Routing(128, 8, "Renormalize"), bf16),
+        _route_backward(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
@@ -357,6 +371,8 @@ def cases() -> list[Case]:
             _route(Routing(16, 1, "Llama4"), bf16),
             _route(Routing(128, 8, "SigmoidRenorm"), fp16),
             _route(Routing(256, 8, "MiniMax2"), fp32),
+            _route_backward(Routing(64, 4, MINIMAX_M2), bf16),
+            _route_backward(Routing(2048, 64, "Default"), fp16),
             *quantisers,
             *_of_every_format(unaligned),
         ),

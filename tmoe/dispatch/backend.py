@@ -49,7 +49,9 @@ class Backend(Protocol):
     which `why_not` then says `tmoe.dispatch.verify.refusal`; `why_not_prepare` and `prepare` of one
     that has a layout of its own (`tmoe.dispatch.prepared`); `variants` and `tuned` of one that has
     tiles to tune (`tmoe.dispatch.tuned`); `repeat(compute, arguments) -> Replayed` of one that
-    computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did.
+    computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did;
+    `route_backward(d_weights, d_probs or None, logits, routing, expert_scale, topk_ids)` of one
+    that finds the gradient of the logits (T, E) without torch's autograd.
     `train_experts` and the backwards are called only for problems that need gradients and that
     `why_not` takes.
     """

@@ -22,17 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..options import current, options
+from .guards import autocast_off, autograd_works, device_guard
 from .main_grad import main_grad_of, tell_added
-from .operation import (
-    LIBRARY,
-    Operation,
-    autocast_off,
-    autograd_works,
-    choose_for_training,
-    device_guard,
-    implement,
-    laid_out_like,
-)
+from .operation import LIBRARY, Operation, choose_for_training, implement, laid_out_like
 
 
 @dataclass(frozen=True)
