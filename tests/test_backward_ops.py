@@ -57,6 +57,16 @@ def test_opcheck_of_the_backward_of_grouped_gemm():
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck_of_the_routers_backward(backend):
+    recipe = tmoe.Routing(E, K, "Renormalize").json
+    logits, ids = torch.randn(T, E), torch.rand(T, E).argsort(-1)[:, :K].int()
+    args = (logits, None, None, ids, recipe, torch.float32, torch.int32, True, False)
+    grads = [torch.randn(T, K), torch.randn(T, E)]
+    backward = torch.ops.tmoe.route_backward.default
+    torch.library.opcheck(backward, (grads, *args, [True, False], backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_opcheck_of_the_backward_that_writes(backend):
     """It says what it changes: the schema is compared with what was changed."""
     args = arguments()
