@@ -81,9 +81,9 @@ class Layer:
         return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
 
     def training_case(
-        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False
+        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False, added: bool = False
     ) -> Case:
-        """Forward and backward of the whole layer."""
+        """Forward and backward of the whole layer; `added`: gradients go to fp32 sums."""
         E, H, I, S = self.E, self.H, self.I, num_tokens * self.K
         columns = 2 * I if self.activation.gated else I
         spec = ExpertsSpec(self.activation, self.interleaved, self.weight_on_input, 0, E)
@@ -102,11 +102,20 @@ class Layer:
             y, kept = BACKEND.train_experts(*arguments)
             assert kept.shape == (S, columns)
             wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
+            sums = [
+                _empty(*w.shape, dtype=torch.float32) if added else None for w in arguments[1:3]
+            ]
             return BACKEND.experts_backward(
-                y, *arguments, None if recompute else kept, wanted, False, ExpertGradients()
+                y,
+                *arguments,
+                None if recompute else kept,
+                wanted,
+                False,
+                ExpertGradients(None, *sums),
             )
 
-        return Case(f"{self.model} training T={num_tokens} {_short(dtype)}", launch)
+        how = "training, gradients added" if added else "training"
+        return Case(f"{self.model} {how} T={num_tokens} {_short(dtype)}", launch)
 
     def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self.transposed:
@@ -355,6 +364,7 @@ def cases() -> list[Case]:
             *(_training(layer) for layer in LAYERS if not (layer.bias or layer.weight_on_input)),
             *_training_at_every_tile(bf16),
             *_training_at_every_tile(fp32),
+            *(QWEN3.training_case(T, bf16, added=True) for T in (512, 16384)),
             replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
         ),
