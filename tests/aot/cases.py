@@ -82,9 +82,9 @@ class Layer:
         return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
 
     def training_case(
-        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False
+        self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False, added: bool = False
     ) -> Case:
-        """Forward and backward of the whole layer."""
+        """Forward and backward of the whole layer; `added`: gradients go to fp32 sums."""
         E, H, I, S = self.E, self.H, self.I, num_tokens * self.K
         columns = 2 * I if self.activation.gated else I
         spec = ExpertsSpec(self.activation, self.interleaved, self.weight_on_input, 0, E)
@@ -103,9 +103,20 @@ class Layer:
             y, kept = BACKEND.train_experts(*arguments)
             assert kept.shape == (S, columns)
             wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
-            return BACKEND.experts_backward(y, *arguments, None if recompute else kept, wanted)
+            sums = [
+                _empty(*w.shape, dtype=torch.float32) if added else None for w in arguments[1:3]
+            ]
+            return BACKEND.experts_backward(
+                y,
+                *arguments,
+                None if recompute else kept,
+                wanted,
+                False,
+                ExpertGradients(None, *sums),
+            )
 
-        return Case(f"{self.model} training T={num_tokens} {_short(dtype)}", launch)
+        how = "training, gradients added" if added else "training"
+        return Case(f"{self.model} {how} T={num_tokens} {_short(dtype)}", launch)
 
     def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self.transposed:
@@ -229,6 +240,18 @@ def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: 
     )
 
 
+def _route_backward(routing: Routing, dtype: torch.dtype) -> Case:
+    T, E, K = 4096, routing.num_logits, routing.num_weighed
+    logits, scale = _empty(T, E, dtype=dtype), _empty(routing.num_experts, dtype=dtype)
+    ids, fp32 = _empty(T, routing.top_k, dtype=torch.int32), torch.float32
+    gradients = (_empty(T, K, dtype=fp32), _empty(T, routing.num_experts, dtype=fp32))
+    scale = scale if routing.rule.takes_expert_scale else None
+    return Case(
+        f"route backward {routing.name} E={E} {_short(dtype)}",
+        lambda: BACKEND.route_backward(*gradients, logits, routing, scale, ids),
+    )
+
+
 def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Case:
     x, weight = _empty(16, H, dtype=dtype), _empty(E, H, dtype=weight_dtype)
     routing = Routing(E, 2, "Renormalize")
@@ -323,6 +346,8 @@ def cases() -> list[Case]:
         _route(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _router(256, 7168, bf16, fp32),
         *(Case(name, launch) for name, launch in exchange_launches().items()),
+        _route_backward(Routing(128, 8, "Renormalize"), bf16),
+        _route_backward(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
@@ -341,6 +366,7 @@ def cases() -> list[Case]:
             *(_training(layer) for layer in LAYERS if not (layer.bias or layer.weight_on_input)),
             *_training_at_every_tile(bf16),
             *_training_at_every_tile(fp32),
+            *(QWEN3.training_case(T, bf16, added=True) for T in (512, 16384)),
             replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
         ),
@@ -357,6 +383,8 @@ def cases() -> list[Case]:
             _route(Routing(16, 1, "Llama4"), bf16),
             _route(Routing(128, 8, "SigmoidRenorm"), fp16),
             _route(Routing(256, 8, "MiniMax2"), fp32),
+            _route_backward(Routing(64, 4, MINIMAX_M2), bf16),
+            _route_backward(Routing(2048, 64, "Default"), fp16),
             *quantisers,
             *_of_every_format(unaligned),
         ),

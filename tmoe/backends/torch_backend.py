@@ -136,6 +136,8 @@ class TorchBackend:
         spec: ExpertsSpec,
         kept: Tensor | None,
         wanted: ExpertGradients,
+        may_write_kept: bool,
+        sums: ExpertGradients,
     ) -> ExpertGradients:
         """The forward again, from what was kept on, and its derivative by autograd."""
         inputs = (x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
@@ -146,16 +148,16 @@ class TorchBackend:
                 x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
                 product=kept,
             )  # fmt: skip
-        return ExpertGradients(*_gradients(y, leaves, wanted, dy))
+        return ExpertGradients(*_gradients(y, leaves, wanted, dy, sums))
 
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
-        wanted: GemmGradients,
+        wanted: GemmGradients, sums: GemmGradients,
     ) -> GemmGradients:  # fmt: skip
         leaves = _leaves((a, b, bias), wanted)
         with torch.enable_grad():
             y = GroupedMatmul.apply(*leaves, expert_offsets).to(a.dtype)
-        return GemmGradients(*_gradients(y, leaves, wanted, dy))
+        return GemmGradients(*_gradients(y, leaves, wanted, dy, sums))
 
     def _experts(
         self,
@@ -219,10 +221,19 @@ def _leaves(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Any
 
 
 def _gradients(
-    y: Tensor, leaves: Sequence[Any], wanted: Sequence[bool], dy: Tensor
+    y: Tensor,
+    leaves: Sequence[Any],
+    wanted: Sequence[bool],
+    dy: Tensor,
+    sums: Sequence[Tensor | None],
 ) -> Iterator[Tensor | None]:
     found = iter(torch.autograd.grad(y, list(compress(leaves, wanted)), dy))
-    return (next(found) if needed else None for needed in wanted)
+    for needed, total in zip(wanted, sums, strict=True):
+        gradient = next(found) if needed else None
+        if gradient is not None and total is not None:
+            total.add_(gradient)
+            gradient = None
+        yield gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.replay import Replays
 from tmoe.kernels.route import route
+from tmoe.kernels.route_backward import route_backward
 from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
@@ -163,6 +164,20 @@ class TritonBackend:
             **routing.kernel_arguments,
         )
         return Routed(weights, ids, probs, counts)
+
+    def route_backward(
+        self,
+        d_weights: Tensor,
+        d_probs: Tensor | None,
+        logits: Tensor,
+        routing: Routing,
+        expert_scale: Tensor | None,
+        topk_ids: Tensor,
+    ) -> Tensor:
+        recipe = routing.kernel_arguments
+        return route_backward(
+            d_weights, d_probs, logits, topk_ids, expert_scale=expert_scale, **recipe
+        )
 
     def quantize(
         self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
