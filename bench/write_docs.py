@@ -37,6 +37,7 @@ SECTIONS = (
 )
 STARTUP = RESULTS / "h200_startup.json"
 DECODE = RESULTS / "h200_decode_step.json"
+HOST = RESULTS / "h200_host_time.json"
 TRAINING = RESULTS / "h200_training.json"
 
 INTRO = """# Performance
@@ -56,9 +57,15 @@ $ tmoe bench report bench/results/h200_layer.json --out report           # these
 DECODING = """## A decode step of a model of transformers
 
 Qwen3-30B-A3B's layers with random weights in bf16, one token for each of T sequences, attention
-included. Called as Python calls it, a layer of tmoe costs the host more than one of transformers:
-its Triton launches have dozens of arguments each. So decode with a CUDA graph, or `torch.compile`,
-where the host's time doesn't count; `tmoe.replace_moe(model, routers=False)` leaves it the routers.
+included. Called as Python calls it, most of the time is the host's, and that of transformers' own
+modules; as a CUDA graph, or compiled, only the GPU's counts.
+"""
+
+CALLING = """## What a call costs the host
+
+The router and the experts of one of its layers, one token, without waiting for the GPU. The first
+call of a kind is launched by Triton; later ones with tensors of the same shapes, strides, dtypes
+and alignment replay its launches ([replay.py](../kernels/replay.py)).
 """
 
 TRAINED = """## Training: forward and backward
@@ -91,6 +98,8 @@ def sections() -> Iterator[str]:
         yield startup()
     if DECODE.exists():
         yield from decode_step()
+    if HOST.exists():
+        yield from host_time()
     if TRAINING.exists():
         yield from training()
     yield MODEL
@@ -158,8 +167,6 @@ def decode_step() -> Iterator[str]:
     found = json.loads(DECODE.read_text(encoding="utf-8"))
     yield DECODING
     yield f"```console\n$ {found['command']}\n```"
-    if "note" in found:
-        yield f"({found['note']})"
     rows = tuple(
         Row(
             (row["experts"], str(row["tokens"]), f"{row['eager_ms']:.2f}", f"{row['graph_ms']:.3f}")
@@ -207,6 +214,16 @@ def _training_row(ours: Json, again: Json, peer: Json, peak: float) -> Iterator[
         yield text(row, "activation_bytes", 2**20)
     both = "activation_bytes" in peer
     yield f"{ours['activation_bytes'] / peer['activation_bytes']:.2f}" if both else "–"
+
+
+def host_time() -> Iterator[str]:
+    """What the host takes for a call, by each way that there is."""
+    found = json.loads(HOST.read_text(encoding="utf-8"))
+    yield CALLING
+    yield f"```console\n$ {found['command']}\n```"
+    rows = tuple(Row((row["call"], row["way"], f"{row['us']:.0f}")) for row in found["rows"])
+    title = f"The host of an {found['machine_info']['device']}"
+    yield Grid(title, ("call", "way", "µs"), rows).as_markdown()
 
 
 def page() -> str:
