@@ -11,13 +11,15 @@ one GPU of those that share its way (targets.py): all else would find the same f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.aot.frozen_cases import EVERYWHERE, SHAPES, train_adapters
 from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
@@ -305,6 +307,13 @@ def _training_at_every_tile(dtype: torch.dtype) -> list[Case]:
     return [QWEN3.training_case(T, dtype, recompute=True) for T in (16, 512, 4096)]
 
 
+def _adapters(shapes: Sequence[tuple[Any, ...]]) -> list[Case]:
+    return [
+        Case(f"adapters on {shape[0]} T={shape[1]} {shape[2]}", partial(train_adapters, *shape), 96)
+        for shape in shapes
+    ]
+
+
 def _on(gpus: Collection[str], *cases: Case) -> list[Case]:
     return [replace(case, gpus=gpus) for case in cases]
 
@@ -329,6 +338,7 @@ def cases() -> list[Case]:
         *(_training(layer) for layer in LAYERS if layer.bias or layer.weight_on_input),
         *_quantized_layers(),
         *_of_every_format(quantisers),
+        *_adapters(EVERYWHERE),
         *_on(
             EVERY_KIND,
             *_at_every_tile(QWEN3, bf16),
@@ -367,5 +377,6 @@ def cases() -> list[Case]:
             *_quantisers(16, 7168, 8, bf16),
             *_of_every_format(_quantisers(64, 2880, 8, fp32)),
             *unaligned,
+            *_adapters(SHAPES),
         ),
     ]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
+from ..backends.autograd import autograd_on
 from ..dispatch.backend import Backend
 from ..dispatch.first_use import NotComparedError, is_compared, may_use
 from ..dispatch.measure import known_times, tuning, when_times_change
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     has_bias: bool = False
     weight_on_input: bool = False
     has_static_scales: bool = False
+    has_lora: bool = False
     window: tuple[int, int] | None = None
     wide: bool = False
     prepared: tuple[str, ...] = ()
@@ -200,7 +202,7 @@ class Operation:
         for i in positions:
             again[i] = arguments[i].detach().requires_grad_()
         device = grads[0].device
-        with device_guard(device), autocast_off(device), torch.enable_grad():
+        with device_guard(device), autocast_off(device), autograd_on():
             results = self.compute(registry.load("torch"), *again, None)
             results = results if isinstance(results, tuple) else (results,)
             ys, grads = self._with_gradients(results, grads)
@@ -242,7 +244,8 @@ class Operation:
         op = getattr(torch.ops.tmoe, f"{self.name}_backward").default
         grads = [all_grads[i] for i in self.differentiated]
         gradients = dict(zip(self.positions(wanted), op(grads, *arguments, wanted), strict=True))
-        return tuple(gradients.get(i) for i in range(len(arguments) + 1))
+        nothing = [[None] * len(arg) if isinstance(arg, list) else None for arg in arguments]
+        return (*(gradients.get(i, none) for i, none in enumerate(nothing)), None)
 
 
 _SAVED = object()  # stands where a tensor was

@@ -114,7 +114,11 @@ class Training:
             asked = (ctx.options.backend, ctx.options.batch_invariant)
             found = run(grad, *arguments, kept, wanted, *asked)
             gradients = dict(zip(operation.positions(wanted), found, strict=True))
-        return tuple(gradients.get(i) for i in range(len(ctx.needs_input_grad)))
+        nothing = [
+            [None] * len(needed) if isinstance(needed, list | tuple) else None
+            for needed in ctx.needs_input_grad
+        ]
+        return tuple(gradients.get(i, none) for i, none in enumerate(nothing))
 
 
 _SAVED = object()  # stands where a tensor was

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tmoe.low_rank import LowRank
+from tmoe.nn.lora import read_adapted
 from tmoe.ops import fused_experts, grouped_gemm
 
 from .activations import ExpertsModule, activation_of
-from .quantized import scheme_of
+from .quantized import is_transposed, scheme_of
 from .record_inputs import RECORDER
 from .sorted_rows import through_experts
 
@@ -43,11 +45,12 @@ def run_experts(
     Weights that `hold_quantized` put there run in their scheme.
     """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    # One read each: under PEFT every read of a parametrised weight rebuilds it for all experts.
-    gate_up_proj, down_proj = getattr(experts, first), experts.down_proj
+    transposed = is_transposed(experts)
+    gate_up_proj, gate_up_lora = read_adapted(experts, first, transposed=transposed)
+    down_proj, down_lora = read_adapted(experts, "down_proj", transposed=transposed)
     gate_up_bias = getattr(experts, f"{first}_bias") if experts.has_bias else None
     down_bias = experts.down_proj_bias if experts.has_bias else None
-    if experts.is_transposed:
+    if transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
     rows = x if x.dtype == gate_up_proj.dtype else x.to(gate_up_proj.dtype)
     scheme = scheme_of(experts)
@@ -68,6 +71,8 @@ def run_experts(
             down_bias=down_bias,
             interleaved=not experts.is_concatenated,
             weight_on_input=weight_on_input,
+            gate_up_lora=gate_up_lora,
+            down_lora=down_lora,
             **scheme.of_layer(),
         )
         return out if out.dtype == x.dtype else out.to(x.dtype)
@@ -82,12 +87,14 @@ def run_experts(
             bias=gate_up_bias,
             **scheme.of_gemm("input_scale"),
         )
+        hidden = _add_low_rank(hidden, rows, gate_up_lora, expert_offsets)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
         if recorder is not None:
             recorder.see("hidden", hidden, expert_offsets)
         out = grouped_gemm(
             hidden, down_proj, expert_offsets, bias=down_bias, **scheme.of_gemm("hidden_scale")
         )
+        out = _add_low_rank(out, hidden, down_lora, expert_offsets)
         return out if norm is None else norm(out)
 
     num_experts = down_proj.shape[0]
@@ -95,3 +102,11 @@ def run_experts(
         rows, topk_ids, topk_weights, num_experts, expert, weight_on_input=weight_on_input
     )
     return out.to(x.dtype)
+
+
+def _add_low_rank(y: Tensor, rows: Tensor, lora: LowRank | None, expert_offsets: Tensor) -> Tensor:
+    """Where only the module can compute what stands between the projections."""
+    if lora is None:
+        return y
+    low = grouped_gemm(rows, lora.a.to(rows.dtype), expert_offsets)
+    return y + grouped_gemm(low, (lora.b * lora.scaling).to(rows.dtype), expert_offsets)
