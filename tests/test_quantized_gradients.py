@@ -17,6 +17,13 @@ E, T, K, H, I, RANK = 4, 6, 2, 48, 32, 4
 CASES = [(name, recipe) for name, scheme in SCHEMES.items() for recipe in scheme.weights]
 
 
+@pytest.fixture(autouse=True)
+def where_kernels_run(device):
+    """Tensors are made there."""
+    with device:
+        yield
+
+
 def straight(rows, recipe):
     """The values of a format, with the gradient of what was rounded."""
     return rows + (rounded(rows.detach(), recipe).to(rows.dtype) - rows).detach()

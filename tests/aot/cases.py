@@ -20,17 +20,13 @@ import torch
 from torch import Tensor
 
 from tests.aot.frozen_cases import EVERYWHERE, SHAPES, train_adapters
+from tests.aot.quantiser_cases import OF_EVERY_FORMAT, quantisers
 from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import ExpertGradients, ExpertsSpec, RouteInputs
 from tmoe.formats import SCHEMES, Scheme
 from tmoe.formats.recipe import Recipe
-from tmoe.kernels.launch import cdiv
-from tmoe.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
-from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
-from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
-from tmoe.kernels.quantize_ref import Rows
 from tmoe.kernels.tiles import tile_table
 from tmoe.routing import Routing, RoutingRule
 from tmoe.routing.rule import TINY
@@ -240,60 +236,14 @@ def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Ca
 
 
 def _quantisers(T: int, H: int, E: int, dtype: torch.dtype) -> list[Case]:
-    """Activations (T, H) in every format, weights (E, 2I, H) in those that have others for them."""
-    x, fp32, bytes_ = _empty(T, H, dtype=dtype), torch.float32, torch.uint8
-    gate_up = _empty(T, 4096, dtype=dtype)
-    weights = _empty(E, 4096, H, dtype=dtype)
-    offsets, rows = _empty(E + 1, dtype=torch.int32), _empty(T, dtype=torch.int32)
-    swiglu = ("swiglu", 1.0, math.inf)
-    of_experts = {"global_scale": _empty(E, dtype=fp32), "expert_offsets": offsets}
-    codes = _empty(T, H, dtype=torch.float8_e4m3fn)
-    nibbles = _empty(T, H // 2, dtype=bytes_)
-    launches = {
-        "fp8 tensor": lambda: quantize_fp8(x, block="tensor"),
-        "fp8 tensor static": lambda: quantize_fp8(x, block="tensor", scale=_empty(dtype=fp32)),
-        "fp8 row": lambda: quantize_fp8(x, block="row"),
-        "fp8 long row": lambda: quantize_fp8(_empty(T, 20480, dtype=dtype), block="row"),
-        "fp8 1x128": lambda: quantize_fp8(x, block=(1, 128), rows=Rows(rows)),
-        "fp8 1x128 ceil": lambda: quantize_fp8(x, block=(1, 128), power_of_two=True),
-        "fp8 1x128 swiglu": lambda: quantize_fp8(gate_up, block=(1, 128), activation=swiglu),
-        "fp8 128x128": lambda: quantize_fp8(weights, block=(128, 128)),
-        "mxfp8": lambda: quantize_mx(x, element="e4m3", scale_rule="ceil"),
-        "mxfp4": lambda: quantize_mx(x, element="e2m1", scale_rule="even", rows=Rows(rows)),
-        "mxfp4 swiglu": lambda: quantize_mx(
-            gate_up, element="e2m1", scale_rule="even", activation=swiglu
-        ),
-        "nvfp4": lambda: quantize_nvfp4(weights),
-        "nvfp4 of experts": lambda: quantize_nvfp4(x, rows=Rows(rows), **of_experts),
-        "nvfp4 swiglu": lambda: quantize_nvfp4(gate_up, activation=swiglu, **of_experts),
-        "fp8 back": lambda: dequantize_fp8(
-            codes, _empty(T, cdiv(H, 128), dtype=fp32), block=(1, 128), dtype=dtype
-        ),
-        "mxfp8 back": lambda: dequantize_mx(
-            codes, _empty(T, cdiv(H, 32), dtype=bytes_), element="e4m3", dtype=dtype
-        ),
-        "mxfp4 back": lambda: dequantize_mx(
-            nibbles, _empty(T, cdiv(H, 32), dtype=bytes_), element="e2m1", dtype=dtype
-        ),
-        "nvfp4 back": lambda: dequantize_nvfp4(
-            nibbles,
-            _empty(T, cdiv(H, 16), dtype=torch.float8_e4m3fn),
-            _empty(dtype=fp32),
-            dtype=dtype,
-        ),
-    }
     return [
-        Case(f"{name} T={T} H={H} {_short(dtype)}", launch) for name, launch in launches.items()
+        Case(f"{name} T={T} H={H} {_short(dtype)}", launch)
+        for name, launch in quantisers(T, H, E, dtype).items()
     ]
 
 
-# One with each kind of elements, and those with an activation or tiles of two dimensions.
-OF_EVERY_FORMAT = ("fp8 128x128", "fp8 1x128 swiglu", "mxfp4 swiglu", "nvfp4 swiglu")
-OF_EVERY_FORMAT += ("fp8 back", "mxfp8 back", "mxfp4 back", "nvfp4 back")
-
-
-def _of_every_format(quantisers: list[Case]) -> list[Case]:
-    return [case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)]
+def _of_every_format(all_quantisers: list[Case]) -> list[Case]:
+    return [case for case in all_quantisers if case.name.startswith(OF_EVERY_FORMAT)]
 
 
 def _training(layer: Layer) -> Case:
@@ -322,7 +272,7 @@ def cases() -> list[Case]:
     """All cases for the GPU that torch says it has."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     groups = {"n_group": 8, "topk_group": 4}
-    quantisers = _quantisers(16384, 7168, 8, bf16)
+    long_rows = _quantisers(16384, 7168, 8, bf16)
     # Neither wide loads nor whole words of codes: every element has an address of its own.
     unaligned = [replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, fp16)]
     return [
@@ -337,7 +287,7 @@ def cases() -> list[Case]:
         QWEN3.training_case(8192, fp32),
         *(_training(layer) for layer in LAYERS if layer.bias or layer.weight_on_input),
         *_quantized_layers(),
-        *_of_every_format(quantisers),
+        *_of_every_format(long_rows),
         *_adapters(EVERYWHERE),
         *_on(
             EVERY_KIND,
@@ -365,7 +315,7 @@ def cases() -> list[Case]:
             _route(Routing(16, 1, "Llama4"), bf16),
             _route(Routing(128, 8, "SigmoidRenorm"), fp16),
             _route(Routing(256, 8, "MiniMax2"), fp32),
-            *quantisers,
+            *long_rows,
             *_of_every_format(unaligned),
         ),
         *_on(
