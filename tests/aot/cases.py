@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.aot.frozen_cases import EVERYWHERE, SHAPES, train_adapters
+from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, train_adapters
 from tests.aot.quantiser_cases import OF_EVERY_FORMAT, quantisers
 from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
@@ -301,6 +301,7 @@ def cases() -> list[Case]:
             *_training_at_every_tile(fp32),
             replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
+            *_adapters(OF_EVERY_KIND),
         ),
         *_on(
             EVERY_TOOLCHAIN,
@@ -327,6 +328,6 @@ def cases() -> list[Case]:
             *_quantisers(16, 7168, 8, bf16),
             *_of_every_format(_quantisers(64, 2880, 8, fp32)),
             *unaligned,
-            *_adapters(SHAPES),
+            *_adapters(OTHERS),
         ),
     ]

@@ -43,9 +43,9 @@ def train_adapters(scheme: str | None, num_tokens: int, dtype: torch.dtype) -> F
     return BACKEND.frozen_backward(y, *arguments, kept, wanted)
 
 
-# One each with plain weights, with a scale for rows and columns, and with packed codes.
-EVERYWHERE = tuple((scheme, 8192, torch.bfloat16) for scheme in (None, "fp8_block", "nvfp4_a16"))
-SHAPES = (
+EVERYWHERE = (("nvfp4_a16", 8192, torch.bfloat16),)
+OF_EVERY_KIND = tuple((scheme, 8192, torch.bfloat16) for scheme in (None, "fp8_block"))
+OTHERS = (
     *((None, tokens, torch.bfloat16) for tokens in (16, 512)),
     *((scheme, 8192, torch.bfloat16) for scheme in ("fp8_channel", "mxfp8", "mxfp4_a16")),
     *(("nvfp4_a16", tokens, torch.bfloat16) for tokens in (16, 512)),
