@@ -114,4 +114,4 @@ def test_memory(scheme, device):
         leaf.nbytes for name, leaf in arguments[1].items() if name[-2:] in ("_a", "_b")
     )
     rows = 2 * (S * (5 * I + H + 4 * RANK) + 4 * T * H)
-    assert took <= rows + 2.5 * of_factors + 2**22 < arguments[2]["down_proj"].nbytes
+    assert took <= rows + 2.5 * of_factors + 2**22 < 2 * QWEN3.shape.num_experts * H * I
