@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,7 +102,8 @@ def main() -> None:
     parser.add_argument("--commit", help="written down where the machine has no git")
     parser.add_argument("--out", type=Path, help="write JSON here too, after every row")
     options = parser.parse_args()
-    command = " ".join(["python", "-m", "bench.training", *sys.argv[1:]])
+    given = [text for text in sys.argv[1:] if text not in ("--out", str(options.out))]
+    command = " ".join(["python", "-m", "bench.training", *map(shlex.quote, given)])
     machine = machine_info(DEVICE)
     machine["commit"] = options.commit or machine["commit"]
     machine["matmul_tflops_at_start"] = matmul_tflops(DEVICE, DTYPE)

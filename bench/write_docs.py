@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tmoe.bench.cost_model import FITTED, fitted
 from tmoe.bench.growth import growth, over_tokens
@@ -19,6 +20,7 @@ from tmoe.bench.report import Report
 from tmoe.bench.shapes import SHAPES
 from tmoe.bench.tables import Grid, Row
 
+Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PICTURES = RESULTS / "plots"
@@ -35,6 +37,7 @@ SECTIONS = (
 )
 STARTUP = RESULTS / "h200_startup.json"
 DECODE = RESULTS / "h200_decode_step.json"
+TRAINING = RESULTS / "h200_training.json"
 
 INTRO = """# Performance
 
@@ -56,6 +59,14 @@ Qwen3-30B-A3B's layers with random weights in bf16, one token for each of T sequ
 included. Called as Python calls it, a layer of tmoe costs the host more than one of transformers:
 its Triton launches have dozens of arguments each. So decode with a CUDA graph, or `torch.compile`,
 where the host's time doesn't count; `tmoe.replace_moe(model, routers=False)` leaves it the routers.
+"""
+
+TRAINED = """## Training: forward and backward
+
+Routed experts in bf16 with all gradients: of x, the routing weights and both weights. They are
+checked against fp64 before a step is timed as a CUDA graph. *Activations* is the most that it holds
+beside its inputs and the weights' gradients; *recomputed* is with `tmoe.options(recompute=True)`. A
+step has 18·T·K·H·I flops, whatever is computed twice.
 """
 
 MODEL = """## Cost model
@@ -80,6 +91,8 @@ def sections() -> Iterator[str]:
         yield startup()
     if DECODE.exists():
         yield from decode_step()
+    if TRAINING.exists():
+        yield from training()
     yield MODEL
     yield fits().as_markdown()
     for shape in ("qwen3-30b-a3b", "deepseek-v3"):
@@ -156,6 +169,44 @@ def decode_step() -> Iterator[str]:
     columns = ("experts", "T", "eager, ms", "CUDA graph, ms")
     title = f"{found['layers']} layers, {found['machine_info']['device']}"
     yield Grid(title, columns, rows).as_markdown()
+
+
+def training() -> Iterator[str]:
+    """A step of the experts beside `grouped_mm`'s."""
+    found = json.loads(TRAINING.read_text(encoding="utf-8"))
+    machine = found["machine_info"]
+    yield TRAINED
+    yield f"```console\n$ {found['command']}\n```"
+    peak = machine["matmul_tflops_at_start"]
+    ways = {(row["shape"], row["tokens"], row["way"]): row for row in found["rows"]}
+    rows = []
+    for shape, tokens, way in ways:
+        if way == "tmoe":
+            others = (f"{way}, recompute", "grouped_mm")
+            ours, again, peer = (ways.get((shape, tokens, w), {}) for w in (way, *others))
+            rows.append(Row((shape, str(tokens), *_training_row(ours, again, peer, peak))))
+    columns = (
+        "layer", "T", "tmoe, µs", "TFLOP/s", "% of matmul", "recomputed, µs", "grouped_mm, µs",
+        "speedup", "activations, MiB", "recomputed", "grouped_mm", "of grouped_mm's",
+    )  # fmt: skip
+    title = f"{machine['device']}, torch's matmul at {peak:.0f} TFLOP/s, commit {machine['commit']}"
+    yield Grid(title, columns, tuple(rows)).as_markdown()
+
+
+def _training_row(ours: Json, again: Json, peer: Json, peak: float) -> Iterator[str]:
+    def text(row: Json, key: str, scale: float = 1.0) -> str:
+        return f"{row[key] / scale:.0f}" if key in row else "–"
+
+    yield text(ours, "us")
+    yield text(ours, "tflops")
+    yield f"{100 * ours['tflops'] / peak:.0f}"
+    yield text(again, "us")
+    yield text(peer, "us")
+    yield f"{peer['us'] / ours['us']:.2f}" if "us" in peer else "–"
+    for row in (ours, again, peer):
+        yield text(row, "activation_bytes", 2**20)
+    both = "activation_bytes" in peer
+    yield f"{ours['activation_bytes'] / peer['activation_bytes']:.2f}" if both else "–"
 
 
 def page() -> str:

@@ -80,6 +80,13 @@ def _score(x, top, total, SCORE: tl.constexpr):
 
 
 @triton.jit
+def _top_and_total(x, exists):
+    """A row's maximum and its sum of exp(x - maximum)."""
+    top = tl.max(x, axis=1, keep_dims=True)
+    return top, tl.sum(tl.where(exists, exp(x - top), 0.0), axis=1, keep_dims=True)
+
+
+@triton.jit
 def _weigh(s, real, epsilon, min_sum, WEIGHT: tl.constexpr, RENORMALIZE: tl.constexpr):
     """Weights of the selected, before they are scaled; `s` is their logit, score or weight."""
     if WEIGHT == "sigmoid":
@@ -105,7 +112,7 @@ def _weigh(s, real, epsilon, min_sum, WEIGHT: tl.constexpr, RENORMALIZE: tl.cons
 def _route_kernel(
     weights_ptr,  # (T, K + NUM_SHARED) fp32, fp16 or bf16, written
     ids_ptr,  # (T, K + NUM_SHARED) int32 or int64, written
-    probs_ptr,  # (T, E) fp32, written: softmax over E; or None
+    probs_ptr,  # (T, E) fp32, written: softmax of the logits over E; or None
     expert_counts_ptr,  # (E,) int32, added to: how many slots each expert got; or None
     sums_ptr,  # (T, E) written where the logits come in parts; otherwise anything
     logits_ptr,  # (T, E + NUM_SHARED); or (NUM_PARTS, T, E) fp32, to be added up
@@ -147,12 +154,13 @@ def _route_kernel(
     x = _prepare(logit, LOGIT_SCALE, SOFTCAP)
 
     top, total = 0.0, 1.0
-    if SCORE == "softmax" or probs_ptr is not None:
-        top = tl.max(x, axis=1, keep_dims=True)
-        total = tl.sum(tl.where(exists, exp(x - top), 0.0), axis=1, keep_dims=True)
+    if SCORE == "softmax":
+        top, total = _top_and_total(x, exists)
     if probs_ptr is not None:
+        raw = _finite(logit)
+        raw_top, raw_total = _top_and_total(raw, exists)
         ptrs = probs_ptr + row * E + expert
-        tl.store(ptrs, _score(x, top, total, "softmax"), mask=is_real)
+        tl.store(ptrs, _score(raw, raw_top, raw_total, "softmax"), mask=is_real)
 
     if given_ids_ptr is not None:
         ptrs = given_ids_ptr + row * stride_it + slot.to(tl.int64) * stride_ik

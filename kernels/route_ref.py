@@ -47,6 +47,7 @@ def route_ref(
         x = torch.where(alive, (x * logit_scale).clamp(lowest, -lowest), x)
     if logit_softcap:
         x = torch.where(alive, logit_softcap * torch.tanh(x / logit_softcap), x)
+    x = x.masked_fill(~alive, lowest)  # no news in the forward; no NaN on the way back
     scores = SCORES[score](x[..., :E])
 
     if topk_ids is not None:
@@ -73,7 +74,11 @@ def route_ref(
     else:
         s = SCORES[weight](picked.masked_fill(ids < 0, lowest))
     if renormalize:
-        s = s / (s.masked_fill(ids < 0, 0.0).sum(-1, keepdim=True) + epsilon).clamp(min=min_sum)
+        total = s.masked_fill(ids < 0, 0.0).sum(-1, keepdim=True) + epsilon
+        total = total.clamp(min=min_sum)
+        s = s / total.masked_fill(
+            (ids < 0).all(-1, keepdim=True), 1.0
+        )  # 0 / 0, on the way back too
     s = s * scaling_factor
     if expert_scale is not None:
         s = s * torch.where(ids < E, expert_scale.to(s.dtype)[at.clamp(max=E - 1)], 1.0)

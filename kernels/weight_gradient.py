@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.backward_tiles import GradientTile
-from tmoe.kernels.casts import narrow, widen
+from tmoe.kernels.casts import INTERPRETED, narrow, widen
 from tmoe.kernels.descriptors import describe_rows, describe_weights
 from tmoe.kernels.gemm_loop import add_product
 from tmoe.kernels.gemm_tile import tile_position
@@ -94,9 +94,15 @@ def _weight_gradient_kernel(
             acc = add_product(acc, left_tile.T, right_tile.T, None, PRECISION, False)
 
     if OUT_IS_DESC:
-        tile = narrow(acc, out_ptr.dtype.element_ty)
+        tile = narrow(acc, out_ptr.dtype.element_ty).reshape(1, BLOCK_N, BLOCK_D)
         at = [expert, tile_n * BLOCK_N, tile_d * BLOCK_D]
-        out_tiles.store(at, tile.reshape(1, BLOCK_N, BLOCK_D))
+        if not ACCUMULATE:
+            out_tiles.store(at, tile)
+        elif first_row < end_row:
+            if INTERPRETED:
+                out_tiles.store(at, out_tiles.load(at) + tile)
+            else:
+                out_tiles.atomic_add(at, tile)  # nobody else adds to this tile
     else:
         out_ptrs = out_ptr + expert.to(tl.int64) * out_strides[0] + offs_d[None, :] * out_strides[2]
         out_ptrs += offs_n.to(tl.int64)[:, None] * out_strides[1]
@@ -136,7 +142,8 @@ def weight_gradient(
     if supports_tma(out.device):
         left_tiles = describe_rows(left, tile.block_s, tile.block_n)
         right_tiles = describe_rows(right, tile.block_s, tile.block_d)
-        if tile.copies_out and not accumulate:
+        # Added by the copy engine, 16 bits would be rounded twice.
+        if tile.copies_out and (not accumulate or out.dtype == torch.float32):
             out_tiles = describe_weights(out, tile.block_n, tile.block_d, halves=False)
     described = left_tiles is not None and right_tiles is not None
     launch(

@@ -23,6 +23,8 @@ class Options:
         batch_invariant: a token's result doesn't depend on the other tokens of the call.
         recompute: training keeps no (S, 2I) tensor from forward to backward, which multiplies by
             gate_up_proj once more instead.
+        main_grad: the kernels add a weight's gradient to its attribute `main_grad`, Megatron's
+            buffer, mostly fp32, instead of returning it. Read in the forward; not compiled.
         verify: compare a closed-source backend with ours before its first use.
         cache_dir: where measured times are kept; None: ``TMOE_CACHE_DIR``, or the platform's place
             for caches.
@@ -32,6 +34,7 @@ class Options:
     deterministic: bool = False
     batch_invariant: bool = False
     recompute: bool = False
+    main_grad: bool = False
     verify: bool = True
     cache_dir: Path | None = None
 
@@ -46,7 +49,7 @@ class Options:
                 f"one of {', '.join(names)}",
                 repr(self.backend),
             )
-        for name in ("deterministic", "batch_invariant", "recompute", "verify"):
+        for name in ("deterministic", "batch_invariant", "recompute", "main_grad", "verify"):
             expect_type(getattr(self, name), bool, "options", name)
         if self.cache_dir is not None:
             expect_type(self.cache_dir, (str, os.PathLike), "options", "cache_dir")

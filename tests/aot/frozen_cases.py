@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tests.aot.case import Case
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.backend import NO_SCALES
 from tmoe.dispatch.problem import Adapters, ExpertsSpec, FrozenGradients
@@ -40,7 +45,7 @@ def train_adapters(scheme: str | None, num_tokens: int, dtype: torch.dtype) -> F
     )
     y, kept = BACKEND.train_frozen(*arguments)
     wanted = FrozenGradients(True, True, False, False, True, True, True, True)
-    return BACKEND.frozen_backward(y, *arguments, kept, wanted)
+    return BACKEND.frozen_backward(y, *arguments, kept, wanted, True)
 
 
 EVERYWHERE = (("nvfp4_a16", 8192, torch.bfloat16),)
@@ -51,3 +56,10 @@ OTHERS = (
     *(("nvfp4_a16", tokens, torch.bfloat16) for tokens in (16, 512)),
     (None, 512, torch.float32),
 )
+
+
+def adapters(shapes: Sequence[tuple[Any, ...]]) -> list[Case]:
+    return [
+        Case(f"adapters on {shape[0]} T={shape[1]} {shape[2]}", partial(train_adapters, *shape), 96)
+        for shape in shapes
+    ]

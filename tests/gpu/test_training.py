@@ -19,6 +19,9 @@ from tmoe.demo.shapes import MoEShape
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 MIXTRAL = Model(SHAPES["mixtral-8x7b"])
+# With fewer experts than the models have: the reference holds every gradient in fp64.
+FEW_GPT_OSS = replace(GPT_OSS, shape=MoEShape("gpt-oss", 24, 4, 2880, 2880))
+FEW_LLAMA4 = replace(LLAMA4, shape=MoEShape("llama4", 3, 1, 5120, 8192))
 NEMOTRON = Model(MoEShape("nemotron-3-nano", 64, 6, 2688, 1856), tmoe.Activation.of("relu2"))
 FP32 = Model(MoEShape("fp32", 16, 4, 512, 256), bias=True)
 ODD = Model(MoEShape("odd", 12, 3, 1001, 333), bias=True)
@@ -30,8 +33,8 @@ CASES = {
     "one expert": (SMALL, 700, BF16, {"routing": "one-expert"}),
     "recompute": (SMALL, 1024, BF16, {"recompute": True}),
     "mixtral": (MIXTRAL, 1024, BF16, {}),
-    "gpt-oss": (GPT_OSS, 512, BF16, {"drop": True}),
-    "llama4": (LLAMA4, 512, BF16, {}),
+    "gpt-oss": (FEW_GPT_OSS, 512, BF16, {"drop": True}),
+    "llama4": (FEW_LLAMA4, 512, BF16, {}),
     "nemotron": (NEMOTRON, 1024, BF16, {}),
     "geglu": (replace(SMALL, activation=tmoe.Activation.of("geglu")), 1024, BF16, {}),
     "odd sizes": (ODD, 777, BF16, {}),
@@ -93,7 +96,7 @@ def test_grouped_gemm(device):
     dy = torch.randn(S, N, device=device, dtype=BF16)
 
     def gradients(backend, dtype):
-        leaves = [t.to(dtype).requires_grad_() for t in (a, b)]
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (a, b)]
         with tmoe.options(backend=backend):
             y = tmoe.grouped_gemm(*leaves, offsets)
         return torch.autograd.grad(y, leaves, dy.to(dtype))
@@ -130,12 +133,11 @@ def test_a_step_never_waits_and_is_captured(recompute, device):
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("how", ["kept", "recompute", "retain_graph"])
 @pytest.mark.parametrize("model", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
-def test_memory(model, recompute, device):
-    """Per row: what the forward keeps, and in the backward d_hidden, w·a and one row of x's size.
-    With recompute, d_hidden stands where what was computed again stood."""
-    T = 4096
+def test_memory(model, how, device):
+    """Per row: h, w·a and one row of x's size; d_h is written over h, unless h is needed again."""
+    T, recompute = 4096, how == "recompute"
     leaves, ids, dy = make(model, T, device, BF16)
     step(model, leaves, ids, dy, recompute=recompute)
 
@@ -144,7 +146,8 @@ def test_memory(model, recompute, device):
             return tmoe.fused_experts(**leaves, topk_ids=ids, **model.keywords)
 
     def backward(y):
-        return torch.autograd.grad(y, list(leaves.values()), dy)
+        again = how == "retain_graph"
+        return torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=again)
 
     peaks = peak_memory(forward, backward, [name.endswith("_proj") for name in leaves])
     shape, width = model.shape, BF16.itemsize
@@ -152,5 +155,20 @@ def test_memory(model, recompute, device):
     tokens = 2 * width * T * H  # y and x's gradient
     indices = 16 * S + 2**22
     assert peaks.kept <= tokens + (0 if recompute else width * S * 2 * I) + indices
-    rows = (2 * I if recompute else 4 * I) + I + H
+    rows = (4 * I if how == "retain_graph" else 2 * I) + I + H
     assert peaks.activations <= width * S * rows + tokens + indices
+
+
+def test_gradients_are_added_to_main_grad(device):
+    """fp32 buffers, in the order of the plain gradients: less is lost than they lose."""
+    model = SMALL
+    leaves, ids, dy = make(model, 2048, device, BF16)
+    plain = step(model, leaves, ids, dy)
+    for name in ("gate_up_proj", "down_proj"):
+        leaves[name].main_grad = torch.ones_like(leaves[name], dtype=torch.float32)
+    with tmoe.options(backend="triton", main_grad=True):
+        tmoe.fused_experts(**leaves, topk_ids=ids, **model.keywords).backward(dy)
+    for name in ("gate_up_proj", "down_proj"):
+        got, want = leaves[name].main_grad - 1, plain[name].float()
+        assert leaves[name].grad is None
+        torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)

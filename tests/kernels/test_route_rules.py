@@ -146,14 +146,16 @@ def test_given_ids_out_of_range_have_no_weight(device):
     assert torch.equal(ids, ids_ref) and torch.equal(weights, ref)
 
 
+@pytest.mark.parametrize("constants", [{}, {"logit_scale": 0.3, "logit_softcap": 2.0}])
 @pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize("experts", [1, 5, 60, 128])
-def test_probs_and_counts(experts, num_shared, device):
+def test_probs_and_counts(experts, num_shared, constants, device):
+    """Probabilities are those of the logits, whatever the scores make of these."""
     logits = torch.randn(9, experts + num_shared, device=device)
     logits[2, 0] = math.nan
     probs = torch.empty(9, experts, device=device)
     counts = torch.full((experts,), 100, dtype=torch.int32, device=device)
-    recipe = dict(top_k=min(3, experts), score="sigmoid", num_shared=num_shared)
+    recipe = dict(top_k=min(3, experts), score="sigmoid", num_shared=num_shared, **constants)
     weights, ids = route(logits, probs=probs, expert_counts=counts, **recipe)
     assert torch.equal(counts - 100, count_ref(ids, experts))
     routed = logits[:, :experts]

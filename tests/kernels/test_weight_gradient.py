@@ -77,17 +77,19 @@ def test_strided_memory(layout, device):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_accumulate(transposed, device):
-    """bf16 rows added to fp32: rounded once, and what an expert without rows holds stays."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, TILES["copies, out too"]], ids=["pointers", "copies"])
+def test_accumulate(tile, dtype, transposed, device):
+    """Added to what is there, rounded once; what an expert without rows holds stays."""
     left, right, offsets = make(torch.bfloat16, device=device)
-    held = torch.randn(5, 24, 40, device=device)
+    held = torch.randn(5, 24, 40, device=device).to(dtype)
     out = held.transpose(1, 2).contiguous().transpose(1, 2) if transposed else held.clone()
-    tile = TILES["copies, out too"]
     for _ in range(2):
+        before = out.clone()
         weight_gradient(out, left, right, offsets, tile, accumulate=True)
-    truth = held.double() + 2 * weight_gradient_ref(left.double(), right.double(), offsets)
-    naive = held + 2 * weight_gradient_ref(left.float(), right.float(), offsets)
-    assert_matches(out, truth, naive)
+        truth = before.double() + weight_gradient_ref(left.double(), right.double(), offsets)
+        naive = before + weight_gradient_ref(left.float(), right.float(), offsets)
+        assert_matches(out, truth, naive.to(dtype))
     empty = offsets[1:] == offsets[:-1]
     assert torch.equal(out[empty], held[empty])
 

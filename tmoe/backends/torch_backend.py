@@ -34,7 +34,6 @@ from ..formats.compute import quantize_parts
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..routing import Routing
-from .autograd import autograd_on
 from .torch_grouped import GroupedMatmul, clear_tail
 from .torch_quantized import project, rounded
 
@@ -139,17 +138,19 @@ class TorchBackend:
         spec: ExpertsSpec,
         kept: Tensor | None,
         wanted: ExpertGradients,
+        may_write_kept: bool,
+        sums: ExpertGradients,
     ) -> ExpertGradients:
         """The forward again, from what was kept on, and its derivative by autograd."""
         inputs = (x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
         leaves = _leaves(inputs, wanted)
         x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias = leaves
-        with autograd_on():
+        with torch.enable_grad():
             y, _ = self._experts(
                 x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
                 product=kept,
             )  # fmt: skip
-            return ExpertGradients(*_gradients(y, leaves, wanted, dy))
+        return ExpertGradients(*_gradients(y, leaves, wanted, dy, sums))
 
     def train_frozen(
         self,
@@ -183,25 +184,26 @@ class TorchBackend:
         adapters: Adapters,
         kept: Tensor | None,
         wanted: FrozenGradients,
+        may_write_kept: bool,
     ) -> FrozenGradients:
         """The whole forward again, and its derivative by autograd."""
         leaves = _leaves((x, topk_weights, gate_up_bias, down_bias, *adapters), wanted)
         x, topk_weights, gate_up_bias, down_bias, *rest = leaves
-        with autograd_on():
+        with torch.enable_grad():
             y, _ = self._experts(
                 x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
                 scales, Adapters(*rest),
             )  # fmt: skip
-            return FrozenGradients(*_gradients(y, leaves, wanted, dy))
+        return FrozenGradients(*_gradients(y, leaves, wanted, dy, FrozenGradients()))
 
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
-        wanted: GemmGradients,
+        wanted: GemmGradients, sums: GemmGradients,
     ) -> GemmGradients:  # fmt: skip
         leaves = _leaves((a, b, bias), wanted)
-        with autograd_on():
+        with torch.enable_grad():
             y = GroupedMatmul.apply(*leaves, expert_offsets).to(a.dtype)
-            return GemmGradients(*_gradients(y, leaves, wanted, dy))
+        return GemmGradients(*_gradients(y, leaves, wanted, dy, sums))
 
     def _experts(
         self,
@@ -267,10 +269,19 @@ def _leaves(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Any
 
 
 def _gradients(
-    y: Tensor, leaves: Sequence[Any], wanted: Sequence[bool], dy: Tensor
+    y: Tensor,
+    leaves: Sequence[Any],
+    wanted: Sequence[bool],
+    dy: Tensor,
+    sums: Sequence[Tensor | None],
 ) -> Iterator[Tensor | None]:
     found = iter(torch.autograd.grad(y, list(compress(leaves, wanted)), dy))
-    return (next(found) if needed else None for needed in wanted)
+    for needed, total in zip(wanted, sums, strict=True):
+        gradient = next(found) if needed else None
+        if gradient is not None and total is not None:
+            total.add_(gradient)
+            gradient = None
+        yield gradient
 
 
 @dataclass(frozen=True, slots=True)

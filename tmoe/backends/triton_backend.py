@@ -20,6 +20,7 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.replay import Replays
 from tmoe.kernels.route import route
+from tmoe.kernels.route_backward import route_backward
 from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
@@ -168,6 +169,20 @@ class TritonBackend:
         )
         return Routed(weights, ids, probs, counts)
 
+    def route_backward(
+        self,
+        d_weights: Tensor,
+        d_probs: Tensor | None,
+        logits: Tensor,
+        routing: Routing,
+        expert_scale: Tensor | None,
+        topk_ids: Tensor,
+    ) -> Tensor:
+        recipe = routing.kernel_arguments
+        return route_backward(
+            d_weights, d_probs, logits, topk_ids, expert_scale=expert_scale, **recipe
+        )
+
     def quantize(
         self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -257,11 +272,13 @@ class TritonBackend:
         self, dy: Tensor, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, topk_weights: Tensor,
         topk_ids: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, spec: ExpertsSpec,
         scales: StaticScales, adapters: Adapters, kept: Tensor | None, wanted: FrozenGradients,
+        may_write_kept: bool,
     ) -> FrozenGradients:  # fmt: skip
         tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
         if kept is None:
             _, kept = self.train_frozen(*tensors, spec, scales, adapters)
-        return frozen_backward(dy, *tensors, spec, adapters, kept, wanted)
+            may_write_kept = True
+        return frozen_backward(dy, *tensors, spec, adapters, kept, wanted, may_write_kept)
 
     experts_backward = staticmethod(experts_backward)
     grouped_gemm_backward = staticmethod(grouped_gemm_backward)

@@ -55,8 +55,10 @@ def frozen_backward(
     adapters: Adapters,
     hidden: Tensor,
     wanted: FrozenGradients,
+    may_write_hidden: bool,
 ) -> FrozenGradients:
-    """See `tmoe.dispatch.backend.Backend.frozen_backward`; `hidden` is what was kept."""
+    """See `tmoe.dispatch.backend.Backend.frozen_backward`; `hidden` is what was kept;
+    its gradient takes its place where that may be."""
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation = T * K, spec.activation
     quantized = isinstance(down_proj, QuantizedTensor)
@@ -90,7 +92,8 @@ def frozen_backward(
         grad = _along_rows(
             x.new_empty(S, I), dy, down_proj, order, tiles.d_activated, gather=True, adapter=adapter
         )
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        if needs_hidden:
+            d_hidden = hidden if may_write_hidden else torch.empty_like(hidden)
         if wanted.topk_weights and not spec.weight_on_input:
             d_weight = torch.zeros((T, K), dtype=torch.float32, device=x.device)
             gradients["topk_weights"] = d_weight

@@ -12,10 +12,10 @@ Where the routing weight is on the input, it multiplies x instead of d. A step t
 gradient needs isn't taken. All sums run in an order that the data doesn't decide, so every run
 gives the same bits.
 
-Beside the gradients a call allocates, per row, 2I numbers for d_h, I for g and H for the products
-that d_x sums up, whose memory then holds the permuted dy and x. h is kept from the forward; where
-it is computed again, d_h is written over it. The weights' gradients come last: till then nothing of
-their size exists.
+Beside the gradients a call allocates, per row, I numbers for g and H for the products that d_x sums
+up, whose memory then holds the permuted dy and x. h is kept from the forward or computed again, and
+d_h is written over it; into 2I more numbers per row, if h may be needed for one more backward. The
+weights' gradients come last: till then nothing of their size exists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.permute import permute
-from tmoe.kernels.sort import sort_tokens, tile_rows
+from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
@@ -53,6 +53,8 @@ def experts_backward(
     spec: ExpertsSpec,
     kept: Tensor | None,
     wanted: ExpertGradients,
+    may_write_kept: bool,
+    sums: ExpertGradients,
 ) -> ExpertGradients:
     """See `tmoe.dispatch.backend.Backend.experts_backward`."""
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
@@ -67,7 +69,7 @@ def experts_backward(
     dy, weights = _with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     needs = _Needs(wanted, spec.weight_on_input)
-    gradients: dict[str, Tensor] = {}
+    gradients: dict[str, Any] = {}
 
     hidden = kept
     if hidden is None and needs.hidden:
@@ -84,7 +86,7 @@ def experts_backward(
     if needs.hidden:
         assert hidden is not None
         if needs.d_hidden:
-            d_hidden = hidden if kept is None else torch.empty_like(hidden)
+            d_hidden = hidden if kept is None or may_write_kept else torch.empty_like(hidden)
         if wanted.down_proj:
             activated = x.new_empty(S, I) if grad is None else grad
         d_weight = None
@@ -125,20 +127,18 @@ def experts_backward(
         )
     if wanted.down_proj:
         assert activated is not None and rows is not None
-        gradients["down_proj"] = weight_gradient(
-            torch.empty_like(down_proj), permute(rows, dy, order), activated,
-            order.expert_offsets, tiles.weights,
-        )  # fmt: skip
+        left = permute(rows, dy, order)
+        found = _weight_gradient(down_proj, sums.down_proj, left, activated, order, tiles)
+        gradients["down_proj"] = found
     del activated
     if wanted.gate_up_bias:
         assert gate_up_bias is not None and d_hidden is not None
         gradients["gate_up_bias"] = bias_gradient(torch.empty_like(gate_up_bias), d_hidden, order)
     if wanted.gate_up_proj:
         assert d_hidden is not None and rows is not None
-        gradients["gate_up_proj"] = weight_gradient(
-            torch.empty_like(gate_up_proj), d_hidden, permute(rows, x, order, row_weight=on_input),
-            order.expert_offsets, tiles.weights,
-        )  # fmt: skip
+        right = permute(rows, x, order, row_weight=on_input)
+        found = _weight_gradient(gate_up_proj, sums.gate_up_proj, d_hidden, right, order, tiles)
+        gradients["gate_up_proj"] = found
     return ExpertGradients(**gradients)
 
 
@@ -161,6 +161,7 @@ def grouped_gemm_backward(
     expert_offsets: Tensor,
     bias: Tensor | None,
     wanted: GemmGradients,
+    sums: GemmGradients,
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend.grouped_gemm_backward`."""
     (S, D), E = a.shape, b.shape[0]
@@ -172,11 +173,27 @@ def grouped_gemm_backward(
         d_a = grouped_gemm(a.new_empty(S, D), dy, b.transpose(1, 2), order, tiles.d_rows)
         gradients["a"] = clear_tail(d_a, expert_offsets)
     if wanted.b:
-        gradients["b"] = weight_gradient(torch.empty_like(b), dy, a, expert_offsets, tiles.weights)
+        gradients["b"] = _weight_gradient(b, sums.b, dy, a, order, tiles)
     if wanted.bias:
         assert bias is not None
         gradients["bias"] = bias_gradient(torch.empty_like(bias), dy, order)
     return GemmGradients(**gradients)
+
+
+def _weight_gradient(
+    weight: Tensor,
+    total: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    order: SortedTokens,
+    tiles: BackwardTiles,
+) -> Tensor | None:
+    """The gradient of `weight`, or None: it was added to `total`."""
+    offsets = order.expert_offsets
+    if total is None:
+        return weight_gradient(torch.empty_like(weight), left, right, offsets, tiles.weights)
+    weight_gradient(total, left, right, offsets, tiles.weights, accumulate=True)
+    return None
 
 
 def _tiles(x: Tensor, weights: tuple[Tensor, ...], rows_per_expert: float) -> BackwardTiles:

@@ -52,7 +52,9 @@ class Backend(Protocol):
     which `why_not` then says `tmoe.dispatch.verify.refusal`; `why_not_prepare` and `prepare` of one
     that has a layout of its own (`tmoe.dispatch.prepared`); `variants` and `tuned` of one that has
     tiles to tune (`tmoe.dispatch.tuned`); `repeat(compute, arguments) -> Replayed` of one that
-    computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did.
+    computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did;
+    `route_backward(d_weights, d_probs or None, logits, routing, expert_scale, topk_ids)` of one
+    that finds the gradient of the logits (T, E) without torch's autograd.
     `train_experts` and the backwards are called only for problems that need gradients and that
     `why_not` takes.
     """
@@ -144,9 +146,12 @@ class Backend(Protocol):
         spec: ExpertsSpec,
         kept: Tensor | None,
         wanted: ExpertGradients,
+        may_write_kept: bool,
+        sums: ExpertGradients,
     ) -> ExpertGradients:
         """The wanted gradients, each of its input's shape and dtype. `kept` is `train_experts`'
-        second result; None: it wasn't kept."""
+        second result; None: it wasn't kept. A weight's gradient that `sums` has a tensor for is
+        added to that and not returned."""
 
     def train_frozen(
         self,
@@ -178,12 +183,13 @@ class Backend(Protocol):
         adapters: Adapters,
         kept: Tensor | None,
         wanted: FrozenGradients,
+        may_write_kept: bool,
     ) -> FrozenGradients:
         """The wanted gradients; through the rounding of inputs they go straight."""
 
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
-        wanted: GemmGradients,
+        wanted: GemmGradients, sums: GemmGradients,
     ) -> GemmGradients:  # fmt: skip
         """The wanted gradients, from dy (S, N), whose rows past the last offset count for nothing;
-        those rows of a's gradient are 0."""
+        those rows of a's gradient are 0. `sums` as above, for b."""

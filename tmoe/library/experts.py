@@ -52,9 +52,9 @@ def _expect_offsets(expert_offsets: Tensor, S: int) -> None:
 def _gemm_backward(
     backend: Backend, grad: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, *rest: Any
 ) -> list[Tensor]:
-    bias, _, wanted = rest
+    bias, _, wanted, _, sums = rest
     gradients = backend.grouped_gemm_backward(
-        grad, a, b, expert_offsets, bias, GemmGradients(*wanted)
+        grad, a, b, expert_offsets, bias, GemmGradients(*wanted), GemmGradients(*sums)
     )
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -68,7 +68,7 @@ _GEMM = Operation(
     fake=lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[1]),
     differentiable=(0, 1, 3),
 ).define(has_backward=False)
-Training(_GEMM, _gemm_backward).define()
+Training(_GEMM, _gemm_backward, weights=(1,)).define()
 
 
 # fused_experts ------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ def _train_experts(backend: Backend, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _experts_backward(backend: Backend, grad: Tensor, *rest: Any) -> list[Tensor]:
-    *arguments, kept, wanted = rest
+    *arguments, kept, wanted, may_write, sums = rest
     kept = kept if kept.numel() else None
-    more = (kept, ExpertGradients(*wanted))
+    more = (kept, ExpertGradients(*wanted), may_write, ExpertGradients(*sums))
     gradients = backend.experts_backward(grad, *_with_spec(arguments, *more))
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -158,7 +158,7 @@ _EXPERTS = Operation(
     prepare=partial(prepare_weights, _plain_weights, _experts),
     release=lambda backend, *arguments: prepared.keep_only(backend, _plain_weights(*arguments)),
 ).define(has_backward=False)
-Training(_EXPERTS, _experts_backward, _train_experts, _fake_kept).define()
+Training(_EXPERTS, _experts_backward, (1, 2), _train_experts, _fake_kept).define()
 
 
 # quantized_grouped_gemm ---------------------------------------------------------------------------

@@ -81,10 +81,10 @@ def _train(backend: Backend, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(backend: Backend, grad: Tensor, *rest: Any) -> list[Tensor]:
-    *arguments, kept, wanted = rest
+    *arguments, kept, wanted, may_write, _ = rest
     tensors, how = _described(*arguments)
     known = kept if kept.numel() else None
-    given: Any = (grad, *tensors, *how, known, FrozenGradients(*wanted))
+    given: Any = (grad, *tensors, *how, known, FrozenGradients(*wanted), may_write)
     found = backend.frozen_backward(*given)
     return [gradient for gradient in found if gradient is not None]
 
@@ -112,4 +112,4 @@ _FROZEN = Operation(
     fake=_fake,
     differentiable=(0, 3, 5, 6, 7, 8, 9, 10),
 ).define(has_out=False, has_backward=False)
-Training(_FROZEN, _backward, _train, _fake_kept).define()
+Training(_FROZEN, _backward, (), _train, _fake_kept).define()

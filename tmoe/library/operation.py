@@ -2,15 +2,15 @@
 
 An op is opaque to the compiler, so the dispatcher runs inside it and is never traced. Each op has a
 fake kernel (the result's shape without the result) and a backward, which is one more op. Unless
-`training.py` brings another one, it runs the forward again with the torch backend and
-differentiates that, for the inputs that need it only; `replay` says what needn't be found again.
+`training.py` brings another one, or the backend finds the gradients, it runs the forward again with
+the torch backend and differentiates that, for the inputs that need it only; `replay` says what
+needn't be found again.
 Whether gradients are needed comes from outside, where autograd's state can be seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import backends, registry  # noqa: F401  (backends fills the registry)
 from ..activation import Activation
-from ..backends.autograd import autograd_on
 from ..dispatch.backend import Backend
 from ..dispatch.first_use import NotComparedError, is_compared, may_use
 from ..dispatch.measure import known_times, tuning, when_times_change
@@ -29,8 +28,9 @@ from ..dispatch.problem import Machine, Problem
 from ..dispatch.resolve import candidates, resolve
 from ..dispatch.tuned import load_tuned, measure_call
 from ..formats.recipe import Recipe
-from ..options import Options, current
+from ..options import Options, current, options
 from ..routing import Routing
+from .guards import autocast_off, autograd_works, device_guard, is_current
 from .shortcut import note
 
 LIBRARY = torch.library.Library("tmoe", "DEF")
@@ -116,6 +116,8 @@ class Operation:
     differentiable: tuple[int, ...]  # positions of the arguments that can have gradients
     differentiated: tuple[int, ...] = (0,)  # positions of the results that have them
     replay: Callable[..., Any] | None = None  # (arguments, results) -> the backward's arguments
+    # (backend, grads, arguments, wanted) -> gradients; None: torch has to find them
+    gradients: Callable[..., list[Tensor] | None] = lambda *_: None
     prepare: Callable[..., None] | None = None  # (problem, backends, whether all, *arguments)
     release: Callable[..., None] | None = None  # (backend to keep, *arguments)
 
@@ -125,7 +127,8 @@ class Operation:
         forward = f"{name}({arguments}, bool needs_grad) -> {self.result}"
         implement(forward, self.forward, self.fake)
         if has_backward:
-            backward = f"{name}_backward(Tensor[] grads, {arguments}, bool[] wanted) -> Tensor[]"
+            tail = "bool[] wanted, str? backend) -> Tensor[]"
+            backward = f"{name}_backward(Tensor[] grads, {arguments}, {tail}"
             implement(backward, self.backward, self.fake_backward)
             torch.library.register_autograd(
                 f"tmoe::{name}", self.differentiate, setup_context=self.setup_context, lib=LIBRARY
@@ -147,7 +150,7 @@ class Operation:
         if first.shape[0] > 0 and not needs_grad and (preparing() or tuning() is not None):
             self.get_ready(arguments, facts)
             facts = self.facts(*arguments)
-        if _is_current(device) and not torch.is_autocast_enabled(device.type):
+        if is_current(device) and not torch.is_autocast_enabled(device.type):
             return self._run(arguments, facts, needs_grad, out)
         with device_guard(device), autocast_off(device):
             return self._run(arguments, facts, needs_grad, out)
@@ -196,21 +199,28 @@ class Operation:
                 self.release(resolve(problem, times=known_times(problem)).chosen, *arguments)
 
     def backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
-        *arguments, wanted = args
-        positions = self.positions(wanted)
-        again = list(arguments)
-        for i in positions:
-            again[i] = arguments[i].detach().requires_grad_()
-        device = grads[0].device
-        with device_guard(device), autocast_off(device), autograd_on():
-            results = self.compute(registry.load("torch"), *again, None)
-            results = results if isinstance(results, tuple) else (results,)
-            ys, grads = self._with_gradients(results, grads)
-            gradients = torch.autograd.grad(ys, [again[i] for i in positions], grads)
+        *arguments, wanted, forced = args
+        positions, device = self.positions(wanted), grads[0].device
+        with options(backend=forced), device_guard(device), autocast_off(device):
+            backend = choose_for_training(arguments[0], self.facts(*arguments))
+            gradients = self.gradients(backend, grads, arguments, wanted)
+            if gradients is None:
+                gradients = self._by_torch(grads, arguments, positions)
         return [
             laid_out_like(arguments[i], gradient)
             for i, gradient in zip(positions, gradients, strict=True)
         ]
+
+    def _by_torch(self, grads: list[Tensor], arguments: Any, positions: list[int]) -> Any:
+        """Through the forward on the torch backend."""
+        again = list(arguments)
+        for i in positions:
+            again[i] = arguments[i].detach().requires_grad_()
+        with autograd_works(), torch.enable_grad():
+            results = self.compute(registry.load("torch"), *again, None)
+            results = results if isinstance(results, tuple) else (results,)
+            ys, grads = self._with_gradients(results, grads)
+            return torch.autograd.grad(ys, [again[i] for i in positions], grads)
 
     def _with_gradients(
         self, results: tuple[Tensor, ...], grads: list[Tensor]
@@ -221,7 +231,7 @@ class Operation:
         return [y for y, _ in used], [grad for _, grad in used]
 
     def fake_backward(self, grads: list[Tensor], *args: Any) -> list[Tensor]:
-        *arguments, wanted = args
+        *arguments, wanted, _ = args
         return [torch.empty_like(arguments[i]) for i in self.positions(wanted)]
 
     def positions(self, wanted: list[bool]) -> list[int]:
@@ -233,6 +243,7 @@ class Operation:
             arguments = self.replay(arguments, output)
         ctx.save_for_backward(*(value for value in arguments if isinstance(value, Tensor)))
         ctx.arguments = [_SAVED if isinstance(value, Tensor) else value for value in arguments]
+        ctx.backend = current().backend  # autograd has threads of its own, without our options
 
     def differentiate(self, ctx: Any, *all_grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
@@ -243,7 +254,8 @@ class Operation:
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
         op = getattr(torch.ops.tmoe, f"{self.name}_backward").default
         grads = [all_grads[i] for i in self.differentiated]
-        gradients = dict(zip(self.positions(wanted), op(grads, *arguments, wanted), strict=True))
+        found = op(grads, *arguments, wanted, ctx.backend)
+        gradients = dict(zip(self.positions(wanted), found, strict=True))
         nothing = [[None] * len(arg) if isinstance(arg, list) else None for arg in arguments]
         return (*(gradients.get(i, none) for i, none in enumerate(nothing)), None)
 
@@ -260,23 +272,6 @@ def implement(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
 
 def _no_fake(*arguments: Any) -> None:
     """An op that returns nothing has no shape to predict."""
-
-
-def _is_current(device: torch.device) -> bool:
-    """Whether kernels, which are launched on the current device, run where the tensors are."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes the tensors' device the current one."""
-    return nullcontext() if _is_current(device) else torch.cuda.device(device)
-
-
-def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    """The caller has cast what autocast casts; inside an op, float32 means float32."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -73,6 +73,18 @@ def _with_chosen_ids(arguments: list[Any], results: tuple[Tensor, ...]) -> list[
     return [logits, None, expert_scale, chosen, routing, *wants]
 
 
+def _route_gradients(
+    backend: Backend, grads: list[Tensor], arguments: list[Any], wanted: list[bool]
+) -> list[Tensor] | None:
+    logits, _, expert_scale, topk_ids, routing, *_ = arguments
+    find = getattr(backend, "route_backward", None)
+    if find is None or wanted != [True, False]:  # that of expert_scale is torch's to find
+        return None
+    d_weights, d_probs = grads
+    more = (Routing.from_json(routing), expert_scale, topk_ids)
+    return [find(d_weights, d_probs if d_probs.numel() else None, logits, *more)]
+
+
 Operation(
     "route",
     "Tensor logits, Tensor? bias, Tensor? expert_scale, Tensor? topk_ids, str routing, "
@@ -84,6 +96,7 @@ Operation(
     differentiable=(0, 2),
     differentiated=(0, 2),
     replay=_with_chosen_ids,
+    gradients=_route_gradients,
 ).define(has_out=False)
 
 

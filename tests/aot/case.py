@@ -1,0 +1,27 @@
+"""One thing to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.aot.targets import EVERY_GPU
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    launch: Callable[[], object]
+    max_spilled: int = 64  # bytes per thread: a few registers, outside the inner loop
+    gpus: Collection[str] = EVERY_GPU  # names of the targets that it is compiled for
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
