@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.aot.exchange_cases import launches as exchange_launches
 from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, train_adapters
 from tests.aot.quantiser_cases import OF_EVERY_FORMAT, quantisers
 from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
@@ -280,6 +281,7 @@ def cases() -> list[Case]:
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
         _route(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _router(256, 7168, bf16, fp32),
+        *(Case(name, launch) for name, launch in exchange_launches().items()),
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
