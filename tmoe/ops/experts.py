@@ -244,9 +244,8 @@ def fused_experts(
     )
     adapted = gate_up_lora is not None or down_lora is not None
     coded_input = isinstance(x, QuantizedTensor)
-    expect(
-        not (adapted and coded_input), op, "x", "not quantised where there are adapters", "codes"
-    )
+    fits = not (adapted and coded_input)
+    expect(fits, op, "x", "plain where there are adapters", "codes")
     if adapted or (quantized and not coded_input and out is None and needs_grad(x, *tail)):
         expect(out is None, op, "out", "None with adapters", "a tensor")
         both_weights = (gate_up_proj, down_proj) if quantized else tuple(weights)
