@@ -135,7 +135,9 @@ def fit_copies(record: dict[str, Any], cluster: Cluster, name: str) -> dict[str,
         matrix, rest, recorded = [], [], []
         for row in record["rows"]:
             shape, n = SHAPES[row["model"]], row["ranks"]
-            sent = transfer(cluster, row["tokens"], shape, n)
+            # Of records that don't say how many bytes a token was: bf16 and its routes.
+            size = row.get("row_bytes", row_bytes(shape, "bf16"))
+            sent = transfer(cluster, row["tokens"], shape, n, size)
             matrix.append([1.0, row["tokens"] * n, row["tokens"] * n * shape.hidden])
             recorded.append(row[f"{exchange}_exchange_us"])
             rest.append(recorded[-1] - sent)
@@ -168,20 +170,20 @@ def least_squares(matrix: np.ndarray, wanted: np.ndarray, weights: np.ndarray) -
     return found
 
 
-def gathered(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int) -> float:
+def gathered(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int, size: int) -> float:
     """What is sent with tokens of each rank, in µs, as the planner has it."""
-    sent, back, span = tokens * row_bytes(shape), tokens * BACK * shape.hidden, cluster.span(ranks)
+    sent, back, span = tokens * size, tokens * BACK * shape.hidden, cluster.span(ranks)
     return (
         cluster.gather("all_gather", sent, span).us
         + cluster.gather("reduce_scatter", back, span).us
     )
 
 
-def sent_to_all(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int) -> float:
+def sent_to_all(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int, size: int) -> float:
     """With a fixed number of rows: those of all tokens to every rank."""
     rows, span = tokens * (ranks - 1), cluster.span(ranks)
     return (
-        cluster.all_to_all(rows * row_bytes(shape), 0, span).us
+        cluster.all_to_all(rows * size, 0, span).us
         + cluster.all_to_all(rows * BACK * shape.hidden, 0, span).us
     )
 

@@ -9,8 +9,8 @@ exchange brings them, and the exchange alone. From these:
     overhead  time of a call less that of its experts, in microseconds
 
 Times are the GPU's own, of a CUDA graph of several calls with inputs of their own; every result is
-compared with one GPU's before it is timed. NVLink multicast is switched off. Another table has what
-NCCL alone takes for the bytes of the all-gather path.
+compared with one GPU's before it is timed. NVLink multicast is switched off. Beside them stands
+what NCCL alone takes for the same bytes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ import tmoe
 from tmoe.bench.machine import machine_info
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.parallel import fixed_tokens, parallelize
+from tmoe.parallel.choose import ROUTE
+from tmoe.parallel.codes import codes_of
 from tmoe.parallel.local import Rows
 
 CALLS, ROUNDS = 8, 7
@@ -98,11 +100,16 @@ def rows_for_experts(layer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Rows:
 
     def see(rows: Rows, dtype: torch.dtype) -> Tensor:
         seen.append(rows)
-        return rows.x.new_zeros(rows.x.shape, dtype=dtype)
+        return zeros(rows, dtype)
 
     x, weights, ids = inputs
-    layer.parallel.run(x, weights, ids, see)
+    layer.parallel.run(x, weights, ids, see, None, codes_of(layer))
     return seen[0]
+
+
+def zeros(rows: Rows, dtype: torch.dtype) -> Tensor:
+    """What experts that compute nothing say."""
+    return torch.zeros(rows.x.shape, dtype=dtype, device=rows.x.device)
 
 
 def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) -> list[Any]:
@@ -138,10 +145,13 @@ def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) 
                     [lambda r=r, n=layer: n.local_experts(r, torch.float32) for r in brought],
                     device,
                 )
-                nothing = [r.x.new_zeros(r.x.shape, dtype=torch.float32) for r in brought]
+                nothing = [zeros(r, torch.float32) for r in brought]
+                coded = codes_of(layer)
                 row[f"{name}_exchange_us"] = graph_us(
                     [
-                        lambda i=i, z=z, n=layer: n.parallel.run(i[0], i[1], i[2], lambda r, d: z)
+                        lambda i=i, z=z, n=layer, c=coded: n.parallel.run(
+                            *i, lambda rows, dtype: z, None, c
+                        )
                         for i, z in zip(mine, nothing, strict=True)
                     ],
                     device,
@@ -150,7 +160,10 @@ def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) 
                 row[f"{name}_eager_us"] = eager_us(
                     lambda i=mine[0], n=layer: n(i[0], i[2], i[1]), device
                 )
-        row["nccl_us"] = nccl_us(mine[0][0], device)
+        codes = codes_of(layers["all_gather"])
+        token = 2 * shape.hidden if codes is None else codes.row_bytes(shape.hidden)
+        row["row_bytes"] = token + ROUTE * shape.top_k
+        row |= nccl_us(T, row["row_bytes"], shape.hidden, device)
         rows.append(row)
         if rank == 0:
             say(row)
@@ -176,24 +189,39 @@ def eager_us(call: Call, device: torch.device) -> float:
     return median(found[3:])
 
 
-def nccl_us(x: Tensor, device: torch.device) -> float:
-    """What NCCL takes to gather x and to reduce-scatter the sums in float32, and nothing else."""
-    size, group = dist.get_world_size(), dist.group.WORLD
-    everything = x.new_empty(size * len(x), x.shape[1])
-    sums = torch.zeros(everything.shape, device=device)
-    mine = sums.new_empty(x.shape)
+def nccl_us(tokens: int, size: int, hidden: int, device: torch.device) -> dict[str, float]:
+    """What NCCL takes for messages of `size` bytes a token and for sums in float32, and nothing
+    else: to gather and to reduce-scatter, and twice all-to-all with all tokens for each rank. There
+    also without the rows that stay, which tmoe doesn't send."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    x = torch.zeros(tokens, size, dtype=torch.uint8, device=device)
+    everything = x.new_empty(ranks * tokens, size)
+    sums = torch.zeros(ranks * tokens, hidden, device=device)
+    mine, back = sums.new_empty(tokens, hidden), torch.empty_like(sums)
+    away = [0 if r == dist.get_rank() else tokens for r in range(ranks)]
+    messages, n = torch.zeros_like(everything), tokens * (ranks - 1)
 
-    def both() -> None:
+    def gather() -> None:
         dist.all_gather_into_tensor(everything, x, group=group)
         dist.reduce_scatter_tensor(mine, sums, group=group)
 
-    return graph_us([both] * 4, device)
+    def to_all() -> None:
+        dist.all_to_all_single(everything, messages, group=group)
+        dist.all_to_all_single(back, sums, group=group)
+
+    def to_others() -> None:
+        dist.all_to_all_single(everything[:n], messages[:n], away, away, group=group)
+        dist.all_to_all_single(back[:n], sums[:n], away, away, group=group)
+
+    times = {"nccl_us": gather, "nccl_to_all_us": to_all, "nccl_to_others_us": to_others}
+    return {name: graph_us([call] * 4, device) for name, call in times.items()}
 
 
 def say(row: dict[str, Any]) -> None:
-    text = "{model:16} {scheme:9} T={tokens:<5} one {one_us:8.1f}  nccl {nccl_us:7.1f}".format(
-        **row
-    )
+    text = (
+        "{model:16} {scheme:9} T={tokens:<5} one {one_us:8.1f}  nccl {nccl_us:7.1f}, "
+        "to all {nccl_to_all_us:7.1f}, to others {nccl_to_others_us:7.1f}"
+    ).format(**row)
     for name in EXCHANGES:
         total, experts, alone = (row[f"{name}{what}_us"] for what in ("", "_experts", "_exchange"))
         scaling, over = row["one_us"] / total, total - experts
@@ -229,10 +257,10 @@ def main() -> None:
         for scheme in options.schemes.split(","):
             rows += measure(SHAPES[model], scheme, counts, mesh, device)
             torch.cuda.empty_cache()
-    if options.out is not None and dist.get_rank() == 0:
-        command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
-        found = {"machine_info": machine_info(device), "command": command, "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            if options.out is not None and dist.get_rank() == 0:
+                command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
+                found = {"machine_info": machine_info(device), "command": command, "rows": rows}
+                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 

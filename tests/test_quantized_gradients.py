@@ -161,6 +161,21 @@ def test_dropped_slots_and_no_tokens(backend):
     assert all(not gradient.any() for gradient in got.values())
 
 
+def test_codes_of_the_input(backend):
+    """They have no gradient: neither with adapters, nor with anything else that needs one."""
+    weights = [quantized(torch.randn(shape), SCHEMES["fp8_block"].weights[0])
+               for shape in ((E, 2 * I, H), (E, H, I))]  # fmt: skip
+    x = quantized(torch.randn(T, H), SCHEMES["fp8_block"].inputs)
+    ids, topk_weights = torch.zeros(T, K, dtype=torch.int32), torch.rand(T, K)
+    lora = tmoe.LowRank(torch.randn(E, RANK, H), torch.randn(E, 2 * I, RANK))
+    arguments = (x, *weights, topk_weights, ids)
+    with pytest.raises(ValueError, match="x must be plain where there are adapters"):
+        tmoe.fused_experts(*arguments, scheme="fp8_block", gate_up_lora=lora)
+    topk_weights.requires_grad_()
+    with pytest.raises(tmoe.NoBackendError, match="quantised already has no backward"):
+        tmoe.fused_experts(*arguments, scheme="fp8_block")
+
+
 def test_a_partial_sum_in_fp32(backend):
     """Of one rank of several: the result isn't rounded, and its gradient comes in fp32."""
     weights = [quantized(torch.randn(E, 2 * I, H) / 8, SCHEMES["fp8_a16"].weights[0]),

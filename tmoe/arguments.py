@@ -127,6 +127,27 @@ def expect_quantized(
             expect(ok, op, arg, f"one number, or of shape ({E},)", tuple(scale.shape))
 
 
+def expect_coded(
+    op: str, scheme: str | None, x: Tensor, input_scale: Tensor | None, weight_on_input: bool,
+    out: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise unless x, if it is quantised, is so as the scheme's inputs are."""
+    if not isinstance(x, QuantizedTensor):
+        return
+    recipe = Scheme.of(str(scheme), op).inputs
+    wanted = f"not quantised: {scheme} takes its inputs as they come"
+    expect(recipe is not None, op, "x", wanted, x.format)
+    assert recipe is not None
+    wanted = f"{recipe.format.name} {recipe.block_shape} (T, H) for {scheme}, or not quantised"
+    got = f"{x.format} {x.block_shape} {tuple(x.shape)}"
+    ok = (x.format, x.block_shape) == (recipe.format.name, recipe.block_shape) and x.ndim == 2
+    expect(ok, op, "x", wanted, got)
+    expect(input_scale is None, op, "input_scale", "None for x that is quantised", "a scale")
+    wanted = "False for x that is quantised: codes aren't multiplied"
+    expect(not weight_on_input, op, "weight_on_input", wanted, weight_on_input)
+    expect(out is None, op, "out", "None for x that is quantised", "a tensor")
+
+
 def _fits(scheme: Scheme, weights: dict[str, Any]) -> bool:
     return all(
         isinstance(weight, QuantizedTensor) and scheme.accepts(weight.format, weight.block_shape)

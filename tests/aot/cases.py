@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.aot.case import Case, empty, short
+from tests.aot.exchange_cases import launches as exchange_launches
 from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, adapters
 from tests.aot.quantiser_cases import of_every_format, quantisers
 from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
@@ -269,6 +270,7 @@ def cases() -> list[Case]:
         _router(256, 7168, bf16, fp32),
         _route_backward(Routing(128, 8, "Renormalize"), bf16),
         _route_backward(Routing(256, 8, "DeepSeekV3", **groups), fp32),
+        *(Case(name, launch) for name, launch in exchange_launches().items()),
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),

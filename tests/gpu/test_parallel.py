@@ -9,6 +9,7 @@ import torch
 
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
 from tests.parallel.ranks import ranks
+from tests.parallel.wire_ranks import coded
 from tmoe.parallel import fixed_tokens
 
 pytestmark = [
@@ -60,6 +61,17 @@ def test_experts_of_two_gpus(two, case, exchange):
         assert found["same_bits"] or not case.deterministic
 
 
+@pytest.mark.parametrize("exchange", BOTH)
+@pytest.mark.parametrize("tokens", [3, 3000])
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "nvfp4"])
+def test_tokens_go_as_codes(two, scheme, tokens, exchange):
+    """The bits of quantising them afterwards, and fewer bytes."""
+    case = Case("", **DPEP, **BF16, tokens=(tokens,) * 2, scheme=scheme, exchange=exchange)
+    for found in two.run(coded, case):
+        assert found["codes"] and torch.equal(found["before"].cpu(), found["after"].cpu())
+        assert 0 < found["before sent"] < found["after sent"]
+
+
 @pytest.mark.parametrize("case", WIDTH, ids=lambda c: c.why)
 def test_width_of_two_gpus(two, case):
     two.run(run, case)
@@ -102,6 +114,10 @@ def captured(rank: int, case: Case) -> int:
             layer={"shared_intermediate_size": 128},
         ),
         Case("fp8 block", **DPEP, **BF16, tokens=(64, 64), scheme="fp8_block", fixed=True),
+        Case(
+            "copies", **DPEP, **BF16, tokens=(9, 9), fixed=True,
+            placement=((*range(8), 15, 12), (*range(8, 16), 0)),
+        ),
     ],
     ids=lambda c: c.why,
 )  # fmt: skip

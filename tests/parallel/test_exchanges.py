@@ -144,6 +144,14 @@ THREE = [
         "tp 3 of width 13", mesh=(3,), dims=("x",), tp="x", tokens=(4,), intermediate=13,
         layer={"bias": True},
     ),
+    Case(  # of expert 0 alone; one rank has none of them
+        "copies", mesh=(3,), dims=("x",), ep="x", dp="x", tokens=(6, 3, 4), experts=7, top_k=3,
+        placement=((0, 1), (2, 3, 0), (6, 4, 5)), layer={"bias": True},
+    ),
+    Case(
+        "copies, same tokens", mesh=(3,), dims=("x",), ep="x", tokens=(7,), experts=4, top_k=3,
+        placement=((3, 1), (2, 3, 0), (3, 2)), layer={"activation": "relu2"},
+    ),
     Case("ep 3, same tokens", mesh=(3,), dims=("x",), ep="x", tokens=(4,), experts=7, top_k=3),
 ]  # fmt: skip
 GRID = {"mesh": (2, 2), "dims": ("a", "b")}
@@ -156,6 +164,10 @@ FOUR = [
     Case("ep over both, tokens along one", **GRID, ep=("a", "b"), dp="a", tokens=(5, 2)),
     Case("ep over both, one token", **GRID, ep=("a", "b"), dp="a", tokens=(1, 0)),
     Case("ep over both, own tokens", **GRID, ep=("a", "b"), dp=("a", "b"), tokens=(5, 2, 0, 4)),
+    Case(
+        "tp, copies", **GRID, tp="b", ep="a", dp="a", tokens=(6, 3), top_k=3,
+        placement=((0, 1, 2, 3), (3, 4, 5, 0)), layer={"bias": True},
+    ),
     Case("replicas of experts along dp", **GRID, ep="b", dp=("a", "b"), tokens=(5, 2)),
 ]  # fmt: skip
 

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 
-from tests.parallel.ranks import ranks
+from tests.parallel.ranks import printed, ranks
 from tests.plan.document import PAGE, PARTS, written
 
 TEXT = PAGE.read_text(encoding="utf-8")
-
-
-def run_blocks(rank: int, blocks: list[str]) -> list[str]:
-    """What they print, on one rank."""
-    names: dict[str, object] = {}
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        for block in blocks:
-            exec(compile(block, "planning.md", "exec"), names)
-    return out.getvalue().splitlines()
 
 
 def test_every_block_runs_and_prints_what_its_comments_say():
@@ -32,7 +20,7 @@ def test_every_block_runs_and_prints_what_its_comments_say():
     assert len(comments) == "".join(blocks).count("print(") >= 4
     wanted = [line for text in comments for line in ([text] if "(" in text else text.split(", "))]
     with ranks(2) as two:
-        assert two.run(run_blocks, blocks) == [wanted, wanted]
+        assert two.run(printed, blocks, PAGE.name) == [wanted, wanted]
 
 
 def test_tables_are_current():

@@ -27,7 +27,6 @@ from ..dispatch.problem import (
     Routed,
     RouteInputs,
     StaticScales,
-    result_dtype,
 )
 from ..formats import QuantizedTensor
 from ..formats.compute import quantize_parts
@@ -46,6 +45,8 @@ class TorchBackend:
     def why_not(self, problem: Problem) -> str | None:
         if problem.batch_invariant and problem.op not in ("route", "quantize"):
             return "not batch invariant: torch's matmul picks its kernel by the number of rows"
+        if problem.needs_grad and problem.coded:
+            return "an input that is quantised already has no backward, and gradients are needed"
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
@@ -221,7 +222,9 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         """The result, and what was activated; `product` is that, if it is known."""
         (T, K), H = topk_ids.shape, x.shape[1]
-        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype, is_coded = x.dtype, isinstance(x, QuantizedTensor)
+        wide = torch.promote_types(dtype, torch.float32)
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x  # what the codes stand for
         order = _sort(topk_ids, spec.first_expert, gate_up_proj.shape[0])
         # Selects, not products with zero: what stands in a dropped slot may be NaN.
         weights = topk_weights.to(wide).masked_fill(~order.local, 0.0).unsqueeze(-1)  # (T, K, 1)
@@ -230,13 +233,13 @@ class TorchBackend:
         slots = x.unsqueeze(1).expand(T, K, H)
         if spec.weight_on_input:
             slots = slots * weights
-            slots = slots if spec.scheme else slots.to(x.dtype)
+            slots = slots if spec.scheme else slots.to(dtype)
         rows = slots.reshape(T * K, H).index_select(0, order.row_to_slot)
         offsets = order.expert_offsets
         if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
             inputs = SCHEMES[spec.scheme].inputs if spec.scheme else None
             rows = clear_tail(rows.float(), offsets)
-            codes = rounded(rows, inputs, scales.input, offsets)
+            codes = rows if is_coded else rounded(rows, inputs, scales.input, offsets)
             product = project(codes, gate_up_proj, gate_up_bias, offsets)
             product = _add_low_rank(product, rows, *adapters[:2], offsets)
             rows = clear_tail(_activate(product, spec), offsets)
@@ -246,7 +249,7 @@ class TorchBackend:
         else:
             product = GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets, product)
             product = _add_low_rank(product, rows, *adapters[:2], offsets)
-            rows = _activate(product.to(wide), spec).to(x.dtype)
+            rows = _activate(product.to(wide), spec).to(dtype)
             result = GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
             rows = _add_low_rank(result, rows, *adapters[2:], offsets)
 
@@ -257,7 +260,7 @@ class TorchBackend:
         y = x.new_zeros(x.shape, dtype=wide)
         for slot in slots.unbind(1):  # torch.sum would be free to choose another order
             y = y + slot
-        return y.to(result_dtype(x, spec.wide)), product
+        return y.to(wide if spec.wide else dtype), product
 
 
 def _leaves(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Any]:

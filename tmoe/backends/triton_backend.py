@@ -78,6 +78,8 @@ class TritonBackend:
             )
         if machine.capability is not None and machine.capability < (8, 0):
             return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
+        if problem.needs_grad and problem.coded:
+            return "an input that is quantised already has no backward, and gradients are needed"
         if problem.needs_grad and problem.scheme is not None and problem.op != "fused_experts":
             return f"{problem.op} with {problem.scheme} weights has no backward here"
         if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts", "route"):

@@ -23,6 +23,7 @@ from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
 from tmoe.kernels.sort import sort_tokens, tile_rows
+from tmoe.kernels.spread_codes import spread_codes
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
@@ -73,9 +74,11 @@ def quantized_experts(
     adapters: Adapters = NO_ADAPTERS,
     before: Tensor | None = None,
 ) -> Tensor:
-    """x (T, H) bf16 or fp32 -> (T, H); see `tmoe.dispatch.backend.Backend`. `before` receives what
-    is activated; then, and with adapters, the activated rows are stored as numbers."""
+    """x (T, H) bf16 or fp32, or quantised as the scheme's inputs are -> (T, H); see
+    `tmoe.dispatch.backend.Backend`. `before` receives what is activated; then, and with adapters,
+    x isn't quantised, and the activated rows are stored as numbers."""
     assert spec.scheme is not None
+    plain = x.data if isinstance(x, QuantizedTensor) else x
     plain_rows = before is not None or any(factor is not None for factor in adapters)
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
@@ -94,11 +97,14 @@ def quantized_experts(
     order = sort_tokens(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
     )
-    _expect_static("fused_experts", inputs, input_scale=scales.input, hidden_scale=scales.hidden)
+    given = scales.input if plain is x else plain  # codes have their scales already
+    _expect_static("fused_experts", inputs, input_scale=given, hidden_scale=scales.hidden)
     weights = topk_weights.contiguous()
     offsets, on_input = order.expert_offsets, weights if spec.weight_on_input else None
-    a, gather = Inputs(x), True
-    if inputs is not None:
+    a, gather = Inputs(plain), True
+    if isinstance(x, QuantizedTensor):
+        a, gather = _coded(x, order.slot_to_row, tiles.gate_up.specialized)
+    elif inputs is not None:
         of_experts = scales.input is not None and scales.input.numel() > 1
         copies = None
         if on_input is not None or of_experts:  # a token's codes differ from row to row
@@ -121,15 +127,15 @@ def quantized_experts(
         static = scales.hidden
     blocks = None
     if tiles.gate_up.specialized and static is None:
-        blocks = x.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # those of a column together
+        blocks = plain.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # by column
     # Rows that were quantised have the weight in them already, and the adapter's get it here.
     in_rows = weights if spec.weight_on_input and on_input is None else None
     first = low_rank_rows(
-        x, adapters.gate_up_a, adapters.gate_up_b, order, gather=True, row_weight=in_rows
+        plain, adapters.gate_up_a, adapters.gate_up_b, order, gather=True, row_weight=in_rows
     )
     is_quantised = static is not None or blocks is not None
     hidden = grouped_gemm(
-        x.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
+        plain.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
         a.data, gate_up_proj.data, order, tiles.gate_up,
         scales=_scales(gate_up_proj, a, static, blocks), bias=gate_up_bias, adapter=first,
         before=before,
@@ -147,12 +153,12 @@ def quantized_experts(
             scales_by_column=tiles.down.specialized,
         )  # fmt: skip
     y = grouped_gemm(
-        x.new_empty(S, H), a.data, down_proj.data, order, tiles.down,
+        plain.new_empty(S, H, dtype=x.dtype), a.data, down_proj.data, order, tiles.down,
         scales=_scales(down_proj, a), adapter=second,
         bias=down_bias, row_weight=None if spec.weight_on_input else weights,
     )  # fmt: skip
     if out is None:
-        out = x.new_empty(T, H, dtype=result_dtype(x, spec.wide))
+        out = plain.new_empty(T, H, dtype=result_dtype(x, spec.wide))
     return combine(y, order.slot_to_row, out)
 
 
@@ -236,6 +242,23 @@ def _quantize(
             copies=copies,
         )  # fmt: skip
     )
+
+
+def _coded(x: QuantizedTensor, slot_to_row: Tensor, specialized: bool) -> tuple[Inputs, bool]:
+    """Rows that were quantised before, as `_quantize` would have made them of what they were made
+    of; and whether they are to be gathered."""
+    format = FORMATS[x.format]
+    if format.scale is FLOAT32:
+        if specialized:
+            return Inputs(*spread_codes(x.data, x.scale, slot_to_row)), False
+        return Inputs(x.data, x.scale), True
+    g = x.global_scale
+    if multiplies_block_scaled(x.device):
+        return Inputs(x.data, g, x.scale), True
+    if format.has_global_scale:
+        return Inputs(dequantize_nvfp4(x.data, x.scale, None, dtype=x.dtype), g), True
+    element = format.element.name
+    return Inputs(dequantize_mx(x.data, x.scale, element=element, dtype=x.dtype)), True
 
 
 def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:

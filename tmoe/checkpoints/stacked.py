@@ -33,7 +33,7 @@ class StoredExperts:
 
     first: tuple[tuple[Stored, ...], ...]
     down: tuple[Stored, ...]
-    experts: range
+    experts: Sequence[int]
     linear: LinearFormat
     scheme: str
     op: str

@@ -24,8 +24,9 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
 
     A layer is a `tmoe.MoE` or `tmoe.Experts`, an experts module of transformers, or a block that
     has one as its ``experts``; it is described for `num_tokens` tokens, on its device, with
-    gradients if they are enabled and a parameter requires them. A `Problem` has its own number of
-    tokens.
+    gradients if they are enabled and a parameter requires them. One that `tmoe.parallel` divided
+    also says which exchange runs where the fullest rank has `num_tokens`. A `Problem` has its own
+    number of tokens.
 
     Raises ``TypeError`` for anything else, ``ValueError`` for a module without such weights, and
     `NoBackendError` where nothing can run.
@@ -39,7 +40,10 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
         problem = replace(layer_or_problem, tokens=token_bucket(layer_or_problem.tokens))
     decision = resolve(problem, current().backend, times=known_times(problem))
     answers = tuple(_with_settings(answer, problem) for answer in decision.candidates)
-    return replace(decision, candidates=answers)
+    experts = getattr(layer_or_problem, "experts", layer_or_problem)
+    exchange = getattr(experts, "explain_exchange", None)
+    said = exchange(num_tokens, problem.top_k) if exchange else None
+    return replace(decision, candidates=answers, exchange=said)
 
 
 def _with_settings(answer: Candidate, problem: Problem) -> Candidate:

@@ -176,6 +176,7 @@ class Problem:
     has_lora: bool = False  # low-rank adapters on frozen weights
     window: tuple[int, int] | None = None  # first and number of the local experts; None: all
     wide: bool = False  # a 16-bit input has its partial sum in float32
+    coded: bool = False  # the input is quantised already, as the scheme has it
     prepared: tuple[str, ...] = ()  # backends that have these weights in their own layout
     needs_grad: bool = False
     deterministic: bool = False
@@ -206,8 +207,8 @@ class Problem:
         parts += [self.scheme] if self.scheme else []
         parts += [f"{self.window[1]} local"] if self.window else []  # the same on every rank
         flags = (
-            "has_bias", "weight_on_input", "has_static_scales", "has_lora",
-            "wide", "needs_grad", "deterministic", "batch_invariant",
+            "has_bias", "weight_on_input", "has_static_scales", "has_lora", "wide", "coded",
+            "needs_grad", "deterministic", "batch_invariant",
         )  # fmt: skip
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

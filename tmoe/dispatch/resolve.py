@@ -40,9 +40,11 @@ class Decision:
     problem: Problem
     chosen: str
     candidates: tuple[Candidate, ...]
+    exchange: object = None  # of a layer on several ranks: `tmoe.parallel.ExchangeDecision`
 
     def __str__(self) -> str:
-        return f"{self.problem}: {self.chosen}\n{_table(self.candidates, self.chosen)}"
+        own = f"{self.problem}: {self.chosen}\n{_table(self.candidates, self.chosen)}"
+        return own if self.exchange is None else f"{self.exchange}\n{own}"
 
     __repr__ = __str__
 

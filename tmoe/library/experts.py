@@ -1,10 +1,12 @@
-"""torch.ops.tmoe.grouped_gemm and torch.ops.tmoe.fused_experts, and both of quantised weights."""
+"""torch.ops.tmoe.grouped_gemm and torch.ops.tmoe.fused_experts, both of quantised weights too; and
+torch.ops.tmoe.coded_experts, of an input that is quantised already."""
 
 from __future__ import annotations
 
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..activation import Activation
@@ -22,6 +24,7 @@ from ..dispatch.problem import (
 )
 from ..formats import QuantizedTensor
 from ..formats.format import FORMATS
+from ..formats.scheme import SCHEMES
 from .operation import Facts, Operation
 from .prepare import prepare_weights
 from .training import Training
@@ -279,12 +282,16 @@ def weight_of(parts: list[Tensor], format: str, block: int, x: Tensor) -> Quanti
     )
 
 
-Operation(
-    "quantized_experts",
-    "Tensor x, Tensor[] gate_up, Tensor[] down, Tensor topk_weights, Tensor topk_ids, "
+_QUANTIZED = (
+    "Tensor[] gate_up, Tensor[] down, Tensor topk_weights, Tensor topk_ids, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor? input_scale, Tensor? hidden_scale, "
     "str scheme, str weight_format, int weight_block, str activation, float alpha, float limit, "
-    "bool interleaved, bool weight_on_input, int first_expert, int num_experts, bool wide",
+    "bool interleaved, bool weight_on_input, int first_expert, int num_experts, bool wide"
+)
+
+Operation(
+    "quantized_experts",
+    "Tensor x, " + _QUANTIZED,
     "Tensor",
     facts=_quantized_facts,
     compute=_quantized,
@@ -293,3 +300,38 @@ Operation(
     prepare=partial(prepare_weights, _quantized_weights, _quantized),
     release=lambda backend, *arguments: prepared.keep_only(backend, _quantized_weights(*arguments)),
 ).define()
+
+
+# coded_experts ------------------------------------------------------------------------------------
+
+
+def _coded(
+    x: Tensor, scales: list[Tensor], dtype: torch.dtype, gate_up: list[Tensor], down: list[Tensor],
+    *rest: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of quantized_experts, with a quantised x."""
+    recipe = SCHEMES[rest[6]].inputs
+    assert recipe is not None, "a scheme that quantises its inputs"
+    shape = (x.shape[0], down[0].shape[1])
+    scale, *more = scales
+    q = QuantizedTensor(
+        x, scale, more[0] if more else None, recipe.format.name, recipe.block_shape, shape, dtype
+    )
+    return q, gate_up, down, *rest
+
+
+def _fake_coded(*arguments: Any) -> Tensor:
+    x, _, dtype, _, down, *_, wide, _ = arguments
+    result = torch.promote_types(dtype, torch.float32) if wide else dtype
+    return x.new_empty((x.shape[0], down[0].shape[1]), dtype=result)
+
+
+Operation(
+    "coded_experts",
+    "Tensor x, Tensor[] x_scales, ScalarType x_dtype, " + _QUANTIZED,
+    "Tensor",
+    facts=lambda *arguments: _quantized_facts(*_coded(*arguments))._replace(coded=True),
+    compute=lambda backend, *rest: _quantized(backend, *_coded(*rest[:-1]), rest[-1]),
+    fake=_fake_coded,
+    differentiable=(5, 7, 8),  # as of quantized_experts
+).define(has_out=False)

@@ -57,6 +57,7 @@ class Facts(NamedTuple):
     has_lora: bool = False
     window: tuple[int, int] | None = None
     wide: bool = False
+    coded: bool = False
     prepared: tuple[str, ...] = ()
 
 

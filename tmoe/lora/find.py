@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..checks import expect, expect_type
+from ..integrations.transformers.quantized import PARALLEL
 from ..nn import Experts
 from ..nn.lora import LORA, ExpertsLora
 
@@ -53,6 +54,10 @@ def targets(model: nn.Module, op: str) -> list[Target]:
     ]
     if "transformers" in sys.modules:
         found += _of_transformers(model, op)
+    for target in found:
+        divided = hasattr(target.module, "parallel") or PARALLEL in vars(target.module)
+        wanted = "one whose experts no other ranks share"
+        expect(not divided, op, "model", wanted, f"{target.name}, divided by tmoe.parallel")
     wanted = "one with experts on tmoe: tmoe.MoE layers, or call tmoe.replace_moe(model) first"
     expect(bool(found), op, "model", wanted, type(model).__name__)
     return found

@@ -12,6 +12,7 @@ from ..arguments import (
     FLOATS,
     autocast,
     expect_alike,
+    expect_coded,
     expect_dtype,
     expect_optional,
     expect_out,
@@ -135,6 +136,8 @@ def fused_experts(
 
     Args:
         x: (..., H), float32, float16, bfloat16 or float64. T is the product of the leading sizes.
+            Or (T, H), quantised before as the scheme's inputs are, `QuantizedTensor`: then
+            input_scale and weight_on_input aren't taken, and the result is that of quantising here.
         gate_up_proj: (E, 2I, H), or (E, I, H) where the activation has no gate; x's dtype, or a
             `QuantizedTensor`.
         down_proj: (E, H, I), x's dtype, or a `QuantizedTensor` of the same format.
@@ -181,6 +184,7 @@ def fused_experts(
         expect_dtype(x, op, "x", FLOATS[:3])
         both = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
         expect_quantized(op, scheme, both, input_scale=input_scale, hidden_scale=hidden_scale)
+        expect_coded(op, scheme, x, input_scale, weight_on_input, out)
     else:
         expect_scheme(op, scheme)
         for arg, value in (("x", x), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
@@ -239,7 +243,10 @@ def fused_experts(
         wide,
     )
     adapted = gate_up_lora is not None or down_lora is not None
-    if adapted or (quantized and out is None and needs_grad(x, *tail)):
+    coded_input = isinstance(x, QuantizedTensor)
+    fits = not (adapted and coded_input)
+    expect(fits, op, "x", "plain where there are adapters", "codes")
+    if adapted or (quantized and not coded_input and out is None and needs_grad(x, *tail)):
         expect(out is None, op, "out", "None with adapters", "a tensor")
         both_weights = (gate_up_proj, down_proj) if quantized else tuple(weights)
         y = run_frozen(
@@ -250,6 +257,12 @@ def fused_experts(
     if quantized:
         assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
         words = Recipe.held_by(gate_up_proj).words
+        if isinstance(x, QuantizedTensor):
+            codes, *scales = x.parts()
+            coded = (codes, scales, x.dtype, gate_up_proj.parts(), down_proj.parts(), *tail)
+            more = (input_scale, hidden_scale, scheme, *words[:2], *spec)
+            result: Tensor = torch.ops.tmoe.coded_experts.default(*coded, *more, needs_grad(*tail))
+            return result
         parts = (gate_up_proj.parts(), down_proj.parts())
         arguments = (
             rows_of_x, *parts, *tail, input_scale, hidden_scale, scheme, *words[:2], *spec

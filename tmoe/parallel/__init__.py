@@ -5,11 +5,14 @@ from .choose import ExchangeDecision
 from .expert_parallel import ExpertParallel, fixed_tokens
 from .faults import RankLostError, RankMismatchError
 from .layout import Layout
+from .load import from_pretrained
 from .parallelize import parallelize
 from .placement import Placement
 from .rebalance import rebalance
+from .style import DivideExperts
 
 __all__ = [
+    "DivideExperts",
     "ExchangeDecision",
     "ExpertParallel",
     "Layout",
@@ -19,6 +22,7 @@ __all__ = [
     "balance",
     "balance_groups",
     "fixed_tokens",
+    "from_pretrained",
     "parallelize",
     "rebalance",
 ]

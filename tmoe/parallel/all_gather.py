@@ -15,11 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tmoe.kernels.exchange_ref import Parts
+
 from . import autograd
+from .autograd import wide
 from .groups import Pending
 from .layout import Layout
-from .local import LocalExperts, Rows, each_slot, in_order, partial_sums
-from .messages import send_rows
+from .local import LocalExperts, Rows, each_slot, in_order
+from .messages import Tokens, send_rows
 from .placement import Placement
 from .routes import slots_of
 
@@ -37,47 +40,60 @@ class AllGather:
 
     def begin(self, x: Tensor, weights: Tensor, ids: Tensor) -> None:
         """x (T, H), weights (T, K) float32, ids (T, K): start sending them."""
-        layout = self.layout
-        self.tokens = x.shape[0]
-        x = autograd.copy_to_all(x, layout.copies)
-        weights = autograd.copy_to_all(weights, layout.copies)
-        missing = self.rows - x.shape[0]
+        layout, missing = self.layout, self.rows - x.shape[0]
+        self.count, self.tokens = x.shape[0], Tokens.of(x)
+        parts = Parts(
+            autograd.copy_to_all(self.tokens.x, layout.copies),
+            self.tokens.scale,
+            ids,
+            autograd.copy_to_all(weights, layout.copies),
+        )
         if missing:
-            x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
-            weights = torch.cat([weights, weights.new_zeros(missing, weights.shape[1])])
-            ids = torch.cat([ids, ids.new_full((missing, ids.shape[1]), -1)])
+            parts = Parts(
+                _more_rows(parts.x, missing, 0),
+                None if parts.scale is None else _more_rows(parts.scale, missing, 0),
+                _more_rows(ids, missing, -1),
+                _more_rows(parts.weights, missing, 0),
+            )
         owners = layout.owners
         self.pending: list[Pending] = []
-        if owners.size == 1:
-            self.x, self.weights, self.ids = x, weights, ids
-            return
 
         def send(part: Tensor, what: str) -> Tensor:
             self.pending.append(Pending(owners, f"gathering {what}"))
             return autograd.gather(part, owners, self.pending[-1])
 
-        self.x, self.weights, self.ids = send_rows(x, weights, ids, send)
+        self.got = parts if owners.size == 1 else send_rows(parts, send)
 
     def end(self, experts: LocalExperts) -> Tensor:
         """(T, H) in float32: the sums over all experts."""
         layout, placement = self.layout, self.placement
         for pending in self.pending:
             pending.wait()
-        rank = layout.experts.rank
+        rank, got = layout.experts.rank, self.got
+        x = self.tokens.like(got.x, got.scale)
         rows = Rows(
-            self.x,
-            self.weights,
-            slots_of(self.ids, placement, self._turns),
+            x,
+            got.weights,
+            slots_of(got.slots, placement, self._turns),
             placement.first_slots[rank],
             placement.num_slots,
         )
-        what = "adding up what experts say"
-        sums = each_slot(rows, experts) if self.slot_by_slot else partial_sums(rows, experts)
+        what, dtype = "adding up what experts say", wide(x.dtype)
+        sums = each_slot(rows, experts, dtype) if self.slot_by_slot else experts(rows, dtype)
         sums = autograd.reduce_scatter(sums, layout.owners, what)
-        sums = autograd.sum_over_all(sums, layout.copies, what)[: self.tokens]
+        sums = autograd.sum_over_all(sums, layout.copies, what)[: self.count]
         return in_order(sums) if self.slot_by_slot else sums
 
     def _turns(self) -> Tensor:
         """Which replica a row takes: counted on from the number of its rank."""
-        row = torch.arange(self.ids.shape[0], device=self.ids.device)
+        ids = self.got.slots
+        row = torch.arange(ids.shape[0], device=ids.device)
         return row % max(self.rows, 1) + row // max(self.rows, 1)
+
+
+def _more_rows(part: Tensor, missing: int, value: int) -> Tensor:
+    """With so many rows of `value` at the end; codes have none, so they get bytes of it."""
+    if part.itemsize > 1:
+        return torch.cat([part, part.new_full((missing, part.shape[1]), value)])
+    rows = part.contiguous().view(torch.uint8)
+    return torch.cat([rows, rows.new_full((missing, rows.shape[1]), value)]).view(part.dtype)

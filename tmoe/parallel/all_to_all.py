@@ -1,132 +1,190 @@
 """All-to-all: every token goes to the ranks that have its experts, and their sums come back.
 
     x, weights, ids of each rank  ── dispatch ──►  rows for this rank's experts
-    this rank's experts           ── partial sums in float32
-                                  ── combine  ──►  added up at each token's own rank
+    this rank's experts           ── partial sums (R, H)
+                                  ── combine  ──►  added up in float32 at each token's own rank
 
 A token goes to a rank once, however many of its experts are there, and what comes back is one row.
-Ranks that have the same tokens each send a share of them and put the shares together at the end.
+A row for this rank's own experts isn't sent. Ranks that have the same tokens each send a share of
+them and put the shares together at the end.
 
 *Exact*: rows as many as there are. How many come is known after a first exchange of counts, for
 which the host waits. *Fixed*: `capacity` rows for each rank, used or not, so that nothing depends
 on the data: no waiting, and a CUDA graph captures it. With a capacity of all tokens nothing can
 overflow; with fewer, what doesn't fit is left out and counted.
+
+Rows are numbered as a message has them: those for other ranks, rank by rank, then those that stay.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
+from tmoe.kernels.exchange_ref import Parts, local_slots, rows_back
+
 from . import autograd
+from .autograd import wide
+from .exchange_steps import add_up, pack_tokens, place_tokens
 from .groups import Pending
 from .layout import Layout
-from .local import LocalExperts, Rows, each_slot, partial_sums
-from .messages import send_rows
+from .local import LocalExperts, Rows, each_slot
+from .messages import Tokens, row_bytes, views
 from .placement import Placement
-from .routes import ranks_of, slots_of, visits
+from .routes import ranks_of, slots_on
 
 
 class AllToAll:
-    """One call: `count` (exact only), `begin`, then `end`."""
+    """One call: `place`, `begin`, then `end`."""
 
-    def __init__(self, layout: Layout, placement: Placement, *, slot_by_slot: bool) -> None:
+    def __init__(
+        self, layout: Layout, placement: Placement, *, slot_by_slot: bool, sums: torch.dtype
+    ) -> None:
         """`slot_by_slot`: add up as one rank does, slot by slot, bit by bit; K rows come back for
-        each one that was sent."""
+        each one that was sent. `sums`: the dtype in which partial sums come back."""
         self.layout, self.placement, self.slot_by_slot = layout, placement, slot_by_slot
+        self.sums, self.rank = sums, layout.experts.rank
+        self.under_way: list[tuple[Tensor, Tensor]] = []  # with gradients: what comes, what stays
 
-    def count(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x (T, H), weights (T, K) float32, ids (T, K) -> (P,) int64, rows for each rank."""
-        layout, placement = self.layout, self.placement
-        self.tokens = x.shape[0]
-        mine = autograd.part(self.tokens, layout.shares)
-        self.x = autograd.take_part(autograd.copy_to_all(x, layout.width), layout.shares)
+    def place(
+        self, x: Tensor, weights: Tensor, ids: Tensor, capacity: int, dropped: Tensor | None
+    ) -> Tensor:
+        """x (T, H), weights (T, K) float32, ids (T, K) -> (P,) int32, rows for each rank.
+        `capacity`: 0 for exact."""
+        layout = self.layout
+        self.count, self.dtype, self.capacity = x.shape[0], x.dtype, capacity
+        mine = autograd.part(self.count, layout.shares)
+        self.tokens = Tokens.of(x)
+        data = autograd.take_part(autograd.copy_to_all(self.tokens.x, layout.width), layout.shares)
         weights = autograd.copy_to_all(weights, layout.width)
-        self.weights = autograd.take_part(weights, layout.shares)
-        rank = layout.experts.rank
-        turn = partial(torch.arange, mine.start + rank, mine.stop + rank, device=x.device)
-        self.slots = slots_of(ids[mine], placement, turn)
-        self.ranks = ranks_of(self.slots, placement)
-        self.visits = visits(self.ranks, placement.num_ranks)
-        return self.visits.sum(0)
+        weights = autograd.take_part(weights, layout.shares)
+        self.slots = slots_on(self.placement, x.device)
+        self.places = place_tokens(
+            ids[mine], self.slots, first_turn=mine.start + self.rank, own=self.rank,
+            capacity=capacity, dropped=dropped,
+        )  # fmt: skip
+        scale = None if self.tokens.scale is None else self.tokens.scale[mine]
+        self.parts = Parts(data, scale, self.places.slots, weights)
+        return self.places.counts
 
     def begin(self, sent: list[int], received: list[int]) -> None:
         """Start sending, so many rows to each rank and from each rank."""
-        places = self.visits.t().flatten().cumsum(0).sub_(1).view(self.visits.shape[::-1]).t()
-        self.spread = 1 - (1 - 1 / self.placement.num_ranks) ** self.slots.shape[1]
-        self._begin(places, self.visits, sum(sent), sent, received)
-
-    def begin_fixed(self, capacity: int) -> Tensor:
-        """Start sending `capacity` rows to each rank. Returns how many rows didn't fit, as a tensor
-        on the device."""
-        P = self.placement.num_ranks
-        place = self.visits.cumsum(0) - 1  # (T, P), among the rows for that rank
-        fits = self.visits & (place < capacity)
-        place = place + torch.arange(P, device=place.device) * capacity
-        counts = [capacity] * P
-        self.spread = capacity / max(len(self.visits), 1)
-        self._begin(place, fits, P * capacity, counts, counts)
-        return (self.visits & ~fits).sum()
-
-    def _begin(
-        self, places: Tensor, goes: Tensor, rows: int, sent: list[int], received: list[int]
-    ) -> None:
-        """`places` (T, P): the row of a token that goes to a rank; `rows`, of which some may stay
-        unused."""
-        self.sent, self.received = sent, received
-        self.rows_of = places.masked_fill(~goes, -1)
-        T, device = places.shape[0], places.device
-        tokens = torch.arange(T, device=device)[:, None].expand_as(places)
-        # One more row than there are takes what goes nowhere.
-        to = torch.where(goes, places, rows).flatten()
-        owner = torch.full((rows + 1,), -1, device=device)
-        owner = owner.scatter_(0, to, tokens.flatten())[:rows]
-        self.token = owner.clamp(min=0)
-        slots = self.slots.new_full((rows, self.slots.shape[1]), -1)
-        x, weights = self.x[:0], self.weights[:0]
-        if T > 0:
-            slots = self.slots[self.token].masked_fill((owner < 0)[:, None], -1)
-            x = autograd.rows_of_tokens(self.x, self.token, self.rows_of)
-            weights = autograd.rows_of_tokens(self.weights, self.token, self.rows_of)
-        elif rows:  # fixed: rows that say nothing
-            x, weights = (t.new_zeros(rows, t.shape[1]) for t in (x, weights))
-        experts, self.pending = self.layout.experts, list[Pending]()
-
-        def send(part: Tensor, what: str) -> Tensor:
-            self.pending.append(Pending(experts, f"sending {what} to their experts"))
-            return autograd.exchange(part, sent, received, experts, self.pending[-1])
-
-        self.got = send_rows(x, weights, slots, send)
+        stay = sent[self.rank]
+        self.sent, self.received = (
+            [0 if p == self.rank else n for p, n in enumerate(counts)]
+            for counts in (sent, received)
+        )
+        self.num_sent, self.gap = sum(self.sent), sum(self.received)
+        if not self.capacity:
+            self._number_rows()
+        if self._needs_grad():
+            self._begin_with_gradients(self.num_sent + stay)
+            return
+        parts = self.parts
+        size = self.num_sent + self.gap + stay, row_bytes(parts)
+        message = torch.empty(size, dtype=torch.uint8, device=parts.x.device)
+        pack_tokens(
+            views(message, parts), parts, self.places, self.slots.first, own=self.rank,
+            capacity=self.capacity, num_sent=self.num_sent, gap=self.gap,
+        )  # fmt: skip
+        here = message[self.num_sent :]
+        self.pending = [self._step("tokens")]
+        autograd.exchange(
+            message[: self.num_sent], self.sent, self.received, self.layout.experts,
+            self.pending[0], here[: self.gap],
+        )  # fmt: skip
+        self.got = views(here, parts)
 
     def end(self, experts: LocalExperts) -> Tensor:
-        """(T, H) in float32: the sums over all experts."""
+        """(T, H): the sums over all experts, rounded to the dtype of x."""
         layout, placement = self.layout, self.placement
         for pending in self.pending:
             pending.wait()
-        x, weights, slots = self.got
-        rank, K = layout.experts.rank, slots.shape[1]
-        first = placement.first_slots[rank]
-        held = placement.counts[rank]
+        if self.under_way:
+            x, here, weights = (torch.cat(come_and_stay) for come_and_stay in self.under_way)
+            self.got = Parts(x, None, here, weights)
+        x, K = self.tokens.like(self.got.x, self.got.scale), self.got.slots.shape[1]
         # Of a row's K slots few are for this rank; the load of an expert is that of R·K / usual.
-        usual = round(placement.num_slots * self.spread)
-        rows = Rows(x, weights, slots - first, 0, max(held, K, usual))
-        say = each_slot(rows, experts).flatten(0, 1) if self.slot_by_slot else None
-        if say is None:
-            say, per_row = partial_sums(rows, experts), 1
-        else:
-            per_row = K
-        back = Pending(layout.experts, "sending sums back to their tokens")
-        sent, received = ([per_row * n for n in counts] for counts in (self.sent, self.received))
-        say = autograd.exchange(say, received, sent, layout.experts, back)
-        back.wait()
-        token, rows_of = self.token, self.rows_of
+        num_slots = max(placement.counts[self.rank], K, round(placement.num_slots * self._spread()))
+        rows = Rows(x, self.got.weights, self.got.slots, 0, num_slots)
+        per_row = K if self.slot_by_slot else 1
         if self.slot_by_slot:
-            token = token.repeat_interleave(K)
-            rows_of = rows_of.gather(1, self.ranks.clamp(min=0)).masked_fill(self.ranks < 0, -1)
-            which = torch.arange(K, device=rows_of.device)
-            rows_of = torch.where(rows_of < 0, -1, rows_of * K + which)
-        sums = autograd.sum_of_rows(say, token, rows_of)
+            say = each_slot(rows, experts, self.sums).flatten(0, 1)
+        else:
+            say = experts(rows, self.sums)
+        back = self._step("sums back")
+        sent, received = ([per_row * n for n in counts] for counts in (self.sent, self.received))
+        away, own = say[: per_row * self.gap], say[per_row * self.gap :]
+        returned = autograd.exchange(away, received, sent, layout.experts, back)
+        back.wait()
+        rounded = self.dtype if layout.width.size == 1 else wide(self.dtype)
+        rows_of = self._rows_of_slots(K) if self.slot_by_slot else self.places.rows
+        sums = self._add_up(returned, own, rows_of, rounded)
         sums = autograd.sum_over_all(sums, layout.width, "adding up what experts say")
-        return autograd.join(sums, self.tokens, layout.shares)
+        return autograd.join(sums.to(self.dtype), self.count, layout.shares)
+
+    def _number_rows(self) -> None:
+        """Of exact mode: each rank's rows begin where those of the one before end."""
+        starts, total = [], 0
+        for count in self.sent:
+            starts.append(total)
+            total += count
+        starts[self.rank] = total
+        first = torch.tensor(starts, dtype=torch.int32, device=self.places.rows.device)
+        rows = self.places.rows
+        self.places = self.places._replace(rows=torch.where(rows < 0, rows, rows + first))
+
+    def _spread(self) -> float:
+        """Which part of all tokens a row is, roughly: how likely one goes to a rank."""
+        if self.capacity:
+            return self.capacity / max(len(self.places.rows), 1)
+        return 1 - (1 - 1 / self.placement.num_ranks) ** self.places.slots.shape[1]
+
+    def _rows_of_slots(self, K: int) -> Tensor:
+        """(T, K): of each token, the row in which its k-th expert says something."""
+        ranks = ranks_of(self.places.slots, self.placement)
+        rows = self.places.rows.gather(1, ranks.clamp(min=0))
+        which = torch.arange(K, device=rows.device, dtype=rows.dtype)
+        return torch.where((ranks < 0) | (rows < 0), -1, rows * K + which)
+
+    def _step(self, what: str) -> Pending:
+        return Pending(self.layout.experts, f"sending {what}")
+
+    # With gradients --------------------------------------------------------------------------
+
+    def _needs_grad(self) -> bool:
+        parts = self.parts
+        return torch.is_grad_enabled() and (parts.x.requires_grad or parts.weights.requires_grad)
+
+    def _begin_with_gradients(self, num_rows: int) -> None:
+        """Each part on its own, so that what comes back is its gradient."""
+        x, _, slots, weights = self.parts
+        assert self.tokens.made_of is None, "codes have no gradient"
+        rows = self.places.rows
+        token, rank = rows_back(rows, num_rows)
+        here = local_slots(slots, self.slots.first, token, rank)
+        self.token = token.clamp(min=0)
+        if rows.shape[0] > 0:
+            x = autograd.rows_of_tokens(x, self.token, rows)
+            weights = autograd.rows_of_tokens(weights, self.token, rows)
+        else:  # no token; with fixed sizes there are rows nevertheless, which say nothing
+            x, weights = (torch.cat([t, t.new_zeros(num_rows, t.shape[1])]) for t in (x, weights))
+        self.pending = []
+
+        def send(part: Tensor, what: str) -> tuple[Tensor, Tensor]:
+            self.pending.append(self._step(what))
+            come = autograd.exchange(
+                part[: self.num_sent], self.sent, self.received, self.layout.experts,
+                self.pending[-1],
+            )  # fmt: skip
+            return come, part[self.num_sent :]
+
+        self.under_way = [send(x, "tokens"), send(here, "slots"), send(weights, "weights")]
+
+    def _add_up(self, back: Tensor, own: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if not (torch.is_grad_enabled() and (back.requires_grad or own.requires_grad)):
+            return add_up(back, own, rows, dtype)
+        every = torch.cat([back, own])
+        every = every.to(wide(every.dtype))
+        token = rows_back(rows, every.shape[0])[0].clamp(min=0)
+        return autograd.sum_of_rows(every, token, rows).to(dtype)

@@ -125,10 +125,21 @@ class _Exchange(Function):
 
 
 def exchange(
-    x: Tensor, send: list[int], receive: list[int], group: Group, pending: Pending
+    x: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: Group,
+    pending: Pending,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rows for each rank -> rows from each rank, once `pending` has been waited for."""
-    return x if group.size == 1 else _Exchange.apply(x, send, receive, group, pending)
+    """Rows for each rank -> rows from each rank, once `pending` has been waited for. `out` is
+    written instead of a new tensor; not with gradients."""
+    if group.size == 1:
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        assert out is None, "what gradients are needed of isn't written in place"
+        return _Exchange.apply(x, send, receive, group, pending)
+    return groups.all_to_all(x, send, receive, group, pending.step, pending, out)
 
 
 class _Part(Function):
@@ -243,7 +254,7 @@ def sum_rows(rows: Tensor, rows_of: Tensor) -> Tensor:
     total = rows.new_zeros(shape)
     if rows.shape[0] == 0:
         return total
-    for column in rows_of.unbind(1):
+    for column in rows_of.long().unbind(1):
         there = (column >= 0).view(-1, *[1] * (rows.ndim - 1))
         total = total + rows.index_select(0, column.clamp(min=0)).masked_fill(~there, 0.0)
     return total

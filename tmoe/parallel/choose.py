@@ -1,7 +1,8 @@
 """Which exchange runs: each says why it can't, or how long it should take; the shortest is taken.
 
 All ranks must come to the same answer, so it depends on nothing but what they agree on. The times
-are a rough model: bytes that a rank sends, over a bandwidth, and a latency for each step.
+are those of `exchange_model.py`, with the links of communication.json; on CPUs, whose links nobody
+measured, they rank the exchanges as they would be ranked on GPUs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from functools import lru_cache
 
 from ..checks import expect
 from ..dispatch.resolve import Candidate
+from . import exchange_model
+from .communication_model import Cluster, Span, Transfer
 
-# Of a link between GPUs of one host, as NCCL uses it, and of a collective and a small kernel.
-BYTES_PER_SECOND, COLLECTIVE, KERNEL = 300e9, 15e-6, 3e-6
+GPU = "H200"  # whose links were measured
+ROUTE = 8  # bytes of an expert's id and weight
+COUNTS = 8.0  # bytes that ranks tell each other before exact rows are sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +28,39 @@ class ExchangeProblem:
     tokens: int  # the most that a rank has, as a bucket
     hidden: int
     top_k: int
-    itemsize: int  # bytes of a number in x
+    row_bytes: int  # of a token on its way to experts, without its routes
+    sum_bytes: int  # of a number on its way back: 4 of float32
+    wide_bytes: int  # of a number of a sum
     owners: int  # ranks with tokens of their own
     shares: int  # ranks that divide experts and have the same tokens
     width: int  # ranks among which each expert's width is divided
+    nodes: int = 1  # that all of them are on
     fixed: bool = False  # nothing may depend on the data
     capacity: int | None = None  # rows for each rank, of the fixed all-to-all; None: all tokens
     slot_by_slot: bool = False
+    codes: str = ""  # the format of tokens that are quantised before they are sent
 
     @property
     def experts(self) -> int:
         return self.owners * self.shares
 
     @property
-    def wide(self) -> int:
-        return max(self.itemsize, 4)
+    def per_row(self) -> int:
+        """Rows of sums for each token."""
+        return self.top_k if self.slot_by_slot else 1
+
+    def span(self, ranks: int) -> Span:
+        return Span(ranks, min(ranks, self.nodes))
 
     def __str__(self) -> str:
-        sizes = {"dp": self.owners, "ep": self.experts, "tp": self.width}
+        sizes = {"dp": self.owners, "ep": self.experts, "tp": self.width, "nodes": self.nodes}
         parts = [f"T<={self.tokens}", f"H={self.hidden}", f"K={self.top_k}"]
         parts += [f"{name}={size}" for name, size in sizes.items() if size > 1]
         parts += ["fixed"] if self.fixed else []
+        parts += [f"capacity {self.capacity}"] if self.capacity is not None else []
         parts += ["slot by slot"] if self.slot_by_slot else []
+        parts += [f"{self.codes} tokens"] if self.codes else []
+        parts += ["16-bit sums"] if self.sum_bytes < self.wide_bytes else []
         return f"exchange({', '.join(parts)})"
 
 
@@ -54,7 +69,8 @@ class Exchange:
     """A way to bring tokens to experts."""
 
     why_not: Callable[[ExchangeProblem], str | None]
-    cost: Callable[[ExchangeProblem], tuple[float, int, int]]  # bytes, collectives, kernels
+    cost: Callable[[ExchangeProblem, Cluster], Transfer]
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,37 +92,40 @@ class ExchangeDecision:
     __repr__ = __str__
 
 
-def _gather_cost(p: ExchangeProblem) -> tuple[float, int, int]:
-    row, sums = p.hidden * p.itemsize + 8 * p.top_k, p.hidden * p.wide * _per_row(p)
-    moved = float((p.owners - 1) * p.tokens * (row + sums))
+def _gather_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
+    back = p.hidden * p.wide_bytes * p.per_row
+    sent = p.row_bytes + ROUTE * p.top_k
     copies = p.shares * p.width
-    moved += 2 * (copies - 1) / copies * p.tokens * sums
-    return moved, 2 * (p.owners > 1) + (copies > 1), 2
+    gathered = exchange_model.all_gather(cluster, p.span(p.owners), p.tokens, sent, back, p.hidden)
+    return gathered + cluster.all_reduce(p.tokens * back, p.span(copies))
 
 
-def _to_all_cost(p: ExchangeProblem) -> tuple[float, int, int]:
-    row, sums = p.hidden * p.itemsize + 8 * p.top_k, p.hidden * p.wide * _per_row(p)
-    mine, P = p.tokens / p.shares, p.experts
-    rows: float = mine * (1 - (1 - 1 / P) ** p.top_k)  # for each rank
+def _to_all_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
+    span, mine = p.span(p.experts), p.tokens / p.shares
+    rows: float = mine * (1 - (1 - 1 / p.experts) ** p.top_k)  # for each rank
     if p.fixed:
         rows = mine if p.capacity is None else min(p.capacity, mine)
-    moved = (P - 1) * rows * (row + sums)
-    moved += 2 * (p.width - 1) / p.width * mine * p.hidden * p.wide
-    moved += (p.shares - 1) * mine * p.hidden * p.wide
-    steps = 2 + (p.width > 1) + (p.shares > 1) + 2 * (not p.fixed)
-    return moved, steps, 25
+    sent, back = p.row_bytes + ROUTE * p.top_k, p.hidden * p.sum_bytes * p.per_row
+    found = exchange_model.all_to_all(cluster, span, rows, sent, back, p.hidden)
+    if not p.fixed:
+        found = found + cluster.all_to_all(COUNTS * p.experts, 0.0, span)
+    found = found + cluster.all_reduce(mine * p.hidden * p.wide_bytes, p.span(p.width))
+    return found + cluster.gather("all_gather", mine * p.hidden * 2, p.span(p.shares))
 
 
-def _per_row(p: ExchangeProblem) -> int:
-    return p.top_k if p.slot_by_slot else 1
+def _why_not_gather(p: ExchangeProblem) -> str | None:
+    if p.sum_bytes < p.wide_bytes:
+        return "its sums would be added up in 16 bits, and are wanted in float32"
+    return None
+
+
+def _why_not_to_all(p: ExchangeProblem) -> str | None:
+    return None if p.experts > 1 else "experts aren't divided among ranks (ep 1)"
 
 
 EXCHANGES = {
-    "all_gather": Exchange(lambda p: None, _gather_cost),
-    "all_to_all": Exchange(
-        lambda p: None if p.experts > 1 else "experts aren't divided among ranks (ep 1)",
-        _to_all_cost,
-    ),
+    "all_gather": Exchange(_why_not_gather, _gather_cost, "each token to every rank"),
+    "all_to_all": Exchange(_why_not_to_all, _to_all_cost, "each token to its experts' ranks"),
 }
 
 
@@ -119,16 +138,16 @@ def choose(problem: ExchangeProblem, forced: str | None = None) -> ExchangeDecis
     names = ", ".join(EXCHANGES)
     known = forced is None or forced in EXCHANGES
     expect(known, "parallelize", "exchange", f"None or one of {names}", repr(forced))
-    answers = []
+    cluster, answers = Cluster.of(GPU), []
     for name, exchange in EXCHANGES.items():
         reason = exchange.why_not(problem)
         if reason is not None:
             answers.append((float("inf"), Candidate(name, False, reason)))
             continue
-        moved, steps, kernels = exchange.cost(problem)
-        seconds = moved / BYTES_PER_SECOND + steps * COLLECTIVE + kernels * KERNEL
-        said = f"{moved / 1e6:.3g} MB per rank, {steps} collectives: about {seconds * 1e6:.0f} us"
-        answers.append((seconds, Candidate(name, True, said, None)))
+        us = exchange.cost(problem, cluster)
+        parts = f"{us.start_us:.0f} starts, {us.us - us.start_us - us.copies_us:.0f} links"
+        said = f"about {us.us:.0f} us ({parts}, {us.copies_us:.0f} copies): {exchange.what}"
+        answers.append((us.us, Candidate(name, True, said, None)))
     answers.sort(key=lambda answer: answer[0])
     candidates = tuple(candidate for _, candidate in answers)
     chosen = forced or candidates[0].name

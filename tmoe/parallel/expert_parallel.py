@@ -20,8 +20,10 @@ from ..version import __version__
 from . import groups
 from .all_gather import AllGather
 from .all_to_all import AllToAll
-from .autograd import wide
+from .autograd import first_only, wide
 from .choose import ExchangeDecision, ExchangeProblem, choose
+from .codes import Codes, needs_gradients
+from .copies import sum_gradients
 from .faults import RankMismatchError, agree
 from .layout import Layout
 from .local import LocalExperts
@@ -64,16 +66,24 @@ class ExpertParallel:
         layout: which ranks divide what.
         placement: which rank has which experts.
         exchange: the name of the exchange to use; None: the one that should be fastest.
+        sums: in which dtype the partial sums of an all-to-all come back; None: float32. They are
+            added up in float32 in any case.
         words: what else all ranks have to agree on: name, sizes, scheme of the layer.
     """
 
     def __init__(
-        self, layout: Layout, placement: Placement, exchange: str | None, words: dict[str, Any]
+        self,
+        layout: Layout,
+        placement: Placement,
+        exchange: str | None,
+        words: dict[str, Any],
+        sums: torch.dtype | None = None,
     ) -> None:
-        self.layout, self.placement, self.exchange = layout, placement, exchange
+        self.layout, self.placement, self.exchange, self.sums = layout, placement, exchange, sums
         self.words = {
             **words, **layout.words, "placement": placement.fingerprint,
-            "exchange": exchange or "chosen", "tmoe": __version__, "torch": torch.__version__,
+            "exchange": exchange or "chosen", "sums": str(sums or "float32"),
+            "tmoe": __version__, "torch": torch.__version__,
         }  # fmt: skip
         self.captured = False  # whether a CUDA graph has this placement in it
         self._agreed: set[tuple[Any, ...]] = set()
@@ -97,9 +107,11 @@ class ExpertParallel:
         topk_ids: Tensor,
         experts: LocalExperts,
         beside: Callable[[], Tensor] | None = None,
+        codes: Codes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, rounded by the
-        caller, and what `beside` returned: it is called while tokens are under way."""
+        """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, or rounded to
+        the dtype of x already, and what `beside` returned: it is called while tokens are under way.
+        `codes`: how x is to be quantised, if it is sent."""
         weights = topk_weights.to(wide(x.dtype))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.captured = True
@@ -110,42 +122,75 @@ class ExpertParallel:
             most = x.shape[0]
         else:
             most = self._ask(x, call)
-        chosen = choose(self.problem(x, topk_ids.shape[1], most), self.exchange).chosen
+        if needs_gradients(x, weights):
+            codes = None
+        problem = self.problem(x, topk_ids.shape[1], most, codes)
+        chosen = choose(problem, self.exchange).chosen
+        if codes is not None and (chosen == "all_to_all" or self.layout.owners.size > 1):
+            x = codes.of(x)
         exchange: AllGather | AllToAll
         if chosen == "all_gather":
             exchange = AllGather(self.layout, self.placement, most, slot_by_slot=slot_by_slot)
             exchange.begin(x, weights, topk_ids)
         else:
-            exchange = AllToAll(self.layout, self.placement, slot_by_slot=slot_by_slot)
-            counts = exchange.count(x, weights, topk_ids)
+            exchange = AllToAll(
+                self.layout, self.placement, slot_by_slot=slot_by_slot, sums=self._sums(x)
+            )
+            inputs = (x, weights, topk_ids)
             if fixed is None:
+                counts = exchange.place(*inputs, 0, None)
                 exchange.begin(*self._ask_counts(counts))
             else:
-                self._begin_fixed(exchange, fixed.capacity, most)
+                self._begin_fixed(exchange, inputs, fixed.capacity, most)
         other = beside() if beside else None
         return exchange.end(experts), other
 
-    def problem(self, x: Tensor, top_k: int, most_tokens: int) -> ExchangeProblem:
-        layout, fixed = self.layout, _fixed.get()
+    def weight(self, weight: Tensor) -> Tensor:
+        """A parameter of this rank, to be computed with; its gradient is right where experts have
+        copies on other ranks."""
+        return sum_gradients(weight, self.placement, self.layout.experts)
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """That of the first projection, likewise."""
+        return None if bias is None else self.weight(bias)
+
+    def bias_once(self, bias: Tensor | None) -> Tensor | None:
+        """That of the second projection: of the ranks that divide the width, one adds it."""
+        return first_only(self.bias(bias), self.layout.width)
+
+    def _sums(self, x: Tensor) -> torch.dtype:
+        """In which partial sums come back: never fewer bits than x has."""
+        return wide(x.dtype) if self.sums is None else torch.promote_types(x.dtype, self.sums)
+
+    def problem(
+        self, x: Tensor, top_k: int, most_tokens: int, codes: Codes | None
+    ) -> ExchangeProblem:
+        layout, fixed, H = self.layout, _fixed.get(), x.shape[1]
         return ExchangeProblem(
             token_bucket(most_tokens),
-            x.shape[1],
+            H,
             top_k,
-            x.element_size(),
+            H * x.element_size() if codes is None else codes.row_bytes(H),
+            self._sums(x).itemsize,
+            wide(x.dtype).itemsize,
             layout.owners.size,
             layout.shares.size,
             layout.width.size,
+            layout.everyone.nodes,
             fixed is not None,
             fixed.capacity if fixed else None,
             current().deterministic,
+            "" if codes is None else codes.recipe.format.name,
         )
 
     def explain(
-        self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype
-    ) -> ExchangeDecision:
-        """Which exchange would run where the fullest rank has `num_tokens`, and why."""
+        self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype,
+        codes: Codes | None = None,
+    ) -> ExchangeDecision:  # fmt: skip
+        """Which exchange would run where the fullest rank has `num_tokens`, and why;
+        `tmoe.explain(layer, num_tokens)` says it beside what the experts run on."""
         x = torch.empty(0, hidden_size, dtype=dtype, device="meta")
-        return choose(self.problem(x, top_k, num_tokens), self.exchange)
+        return choose(self.problem(x, top_k, num_tokens, codes), self.exchange)
 
     def num_dropped(self) -> int:
         """How many rows didn't fit into the capacity since the last `reset_dropped`, on this rank.
@@ -172,12 +217,11 @@ class ExpertParallel:
         self, x: Tensor, weights: Tensor, ids: Tensor, fixed: Fixed | None
     ) -> tuple[Any, ...]:
         """What all ranks have to have in common in a call, beside the layer; hashable."""
-        grads = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         return (
             ("hidden", x.shape[1]),
             ("dtype of x", str(x.dtype).removeprefix("torch.")),
             ("top_k", ids.shape[1]),
-            ("gradients", grads),
+            ("gradients", needs_gradients(x, weights)),
             ("deterministic", current().deterministic),
             ("fixed", fixed is not None),
             ("capacity", fixed.capacity if fixed else None),
@@ -241,13 +285,20 @@ class ExpertParallel:
         sent, received = torch.stack([counts, come]).tolist()
         return sent, received
 
-    def _begin_fixed(self, exchange: AllToAll, capacity: int | None, tokens: int) -> None:
-        shares = self.layout.shares.size
-        mine = -(-tokens // shares)  # the fullest share
-        dropped = exchange.begin_fixed(mine if capacity is None else min(capacity, mine))
-        if self._dropped is None:
-            self._dropped = torch.zeros_like(dropped)
-        self._dropped += dropped
+    def _begin_fixed(
+        self, exchange: AllToAll, inputs: tuple[Tensor, Tensor, Tensor], capacity: int | None,
+        tokens: int,
+    ) -> None:  # fmt: skip
+        everything = -(-tokens // self.layout.shares.size)  # the fullest share
+        room = everything if capacity is None else min(capacity, everything)
+        dropped = None
+        if room < everything:
+            if self._dropped is None:
+                self._dropped = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
+            dropped = self._dropped
+        exchange.place(*inputs, room, dropped)
+        counts = [room] * self.layout.experts.size
+        exchange.begin(counts, counts)
 
 
 _numbers: dict[Any, int] = {}  # how often a group's ranks have compared what they are about to do

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 ANSWER = timedelta(seconds=5)  # for who is still there to say so, once something has failed
+SOON = timedelta(seconds=1)  # likewise, where the time-out has passed already
 
 
 class RankMismatchError(RuntimeError):
@@ -51,7 +52,8 @@ def said_by_all(
         others = ", ".join(str(ranks[other]) for other in absent)
         raise RankLostError(
             f"tmoe.parallel: rank {ranks[rank]} is about to run {what} ({_words(mine)}); rank "
-            f"{others} didn't come to it within {time_out(handle)}"
+            f"{others} didn't come to it within {time_out(handle)}: "
+            f"{who_is_gone(handle, ranks, rank, f'the start of {what}', wait=SOON)}"
         )
     return [json.loads(store.get(f"{prefix}/{other}")) for other in range(len(ranks))]
 
@@ -69,17 +71,26 @@ def differences(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(found)
 
 
-def who_is_gone(handle: Any, ranks: Sequence[int], rank: int) -> str:
-    """After a failure: every rank that is still there says so, and the others are named."""
+def who_is_gone(
+    handle: Any, ranks: Sequence[int], rank: int, step: str, wait: timedelta = ANSWER
+) -> str:
+    """After a failure in `step`: every rank that is still there says where it is, and the others
+    are named."""
     try:
         store = _store(handle)
-        store.set(f"tmoe/there/{rank}", "")
-        absent = _absent(store, "tmoe/there", len(ranks), min(ANSWER, time_out(handle)))
+        store.set(f"tmoe/there/{rank}", step)
+        absent = _absent(store, "tmoe/there", len(ranks), min(wait, time_out(handle)))
+        steps: dict[str, list[str]] = {}
+        for other in range(len(ranks)):
+            if other not in absent:
+                at = store.get(f"tmoe/there/{other}").decode()
+                steps.setdefault(at, []).append(str(ranks[other]))
     except RuntimeError as error:
         return f"and the store that ranks meet in can't be reached ({error})"
-    if not absent:
-        return "every rank is still there, so they may be at different calls"
-    return f"rank {', '.join(str(ranks[other]) for other in absent)} is gone or elsewhere"
+    if absent:
+        return f"rank {', '.join(str(ranks[other]) for other in absent)} is gone or elsewhere"
+    where = "; ".join(f"rank {', '.join(on)} at {at}" for at, on in steps.items())
+    return f"every rank is still there, but not together: {where}"
 
 
 def time_out(handle: Any) -> timedelta:

@@ -6,6 +6,7 @@ can be found out, who is gone. Groups of one rank communicate nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Group:
         """torch's name of the library that carries the bytes."""
         return "none" if self.handle is None else str(dist.get_backend(self.handle))
 
+    @cached_property
+    def nodes(self) -> int:
+        """How many hosts the ranks are on, as torchrun numbers them: host by host."""
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(self.ranks) + 1
+        return len({rank // each for rank in self.ranks})
+
     def __str__(self) -> str:
         return f"ranks {', '.join(map(str, self.ranks))} ({self.backend})"
 
@@ -84,7 +91,7 @@ def naming(group: Group, step: str) -> Iterator[None]:
             raise
         raise RankLostError(
             f"tmoe.parallel: {step} of {group} failed on rank {group.ranks[group.rank]}: "
-            f"{who_is_gone(group.handle, group.ranks, group.rank)}\n{error}"
+            f"{who_is_gone(group.handle, group.ranks, group.rank, step)}\n{error}"
         ) from error
 
 
@@ -131,11 +138,14 @@ def all_to_all(
     group: Group,
     step: str,
     pending: Pending | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rows for rank 0, then those for rank 1, ... -> the rows from rank 0, from rank 1, ..."""
+    """Rows for rank 0, then those for rank 1, ... -> the rows from rank 0, from rank 1, ...
+    `out`, contiguous, is written instead of a new tensor."""
     if group.handle is None:
         return x
-    out = x.new_empty(sum(receive), *x.shape[1:])
+    if out is None:
+        out = x.new_empty(sum(receive), *x.shape[1:])
     with naming(group, step):
         work = dist.all_to_all_single(
             out, x.contiguous(), list(receive), list(send), group=group.handle,

@@ -56,26 +56,20 @@ class Layout:
     owner_of: tuple[int, ...]
     experts_at: tuple[int, ...]
 
+    @staticmethod
+    def sizes(mesh: DeviceMesh, tp: Dims, ep: Dims, dp: Dims) -> dict[str, int]:
+        """How many ranks divide the width ("tp"), and the experts ("ep"). Sends nothing; raises
+        as `of` does."""
+        given, names = _checked(mesh, tp, ep, dp), tuple(mesh.mesh_dim_names or ())
+        return {
+            arg: _product(mesh, [names.index(name) for name in given[arg]]) for arg in ("tp", "ep")
+        }
+
     @classmethod
     def of(cls, mesh: DeviceMesh, tp: Dims, ep: Dims, dp: Dims) -> Layout:
         """Raises ``ValueError`` before anything is sent: for a dimension that the mesh hasn't, one
         that is named twice, none at all, or a rank outside the mesh."""
-        expect_type(mesh, DeviceMesh, OP, "mesh")
-        names = tuple(mesh.mesh_dim_names or ())
-        wanted = "one with names for its dimensions (mesh_dim_names=...)"
-        expect(len(names) == mesh.ndim, OP, "mesh", wanted, f"{names or 'none'}")
-        inside = mesh.get_coordinate() is not None
-        here = f"rank {dist.get_rank()}, and the mesh has {mesh.mesh.flatten().tolist()}"
-        expect(inside, OP, "mesh", "one that this rank belongs to", here)
-        given = {
-            arg: _names(arg, dims, names) for arg, dims in (("tp", tp), ("ep", ep), ("dp", dp))
-        }
-        expect(bool(given["tp"] or given["ep"]), OP, "tp, ep", "given, at least one", "None")
-        for other in ("ep", "dp"):
-            both = sorted(set(given["tp"]) & set(given[other]))
-            why = {"ep": "experts", "dp": "tokens"}[other]
-            wanted = f"other dimensions than {other}: along tp ranks have the same {why}"
-            expect(not both, OP, "tp", wanted, both)
+        given, names = _checked(mesh, tp, ep, dp), tuple(mesh.mesh_dim_names or ())
         own = set(given["ep"]) & set(given["dp"])
         parts = {
             "everyone": {*given["ep"], *given["tp"]},
@@ -106,6 +100,25 @@ class Layout:
     def __str__(self) -> str:
         said = [f"{name} {size}" for name, size in self.words.items() if size > 1]
         return f"Layout({', '.join(said) or 'one rank'})"
+
+
+def _checked(mesh: DeviceMesh, tp: Dims, ep: Dims, dp: Dims) -> dict[str, tuple[str, ...]]:
+    """The names of the dimensions for each argument."""
+    expect_type(mesh, DeviceMesh, OP, "mesh")
+    names = tuple(mesh.mesh_dim_names or ())
+    wanted = "one with names for its dimensions (mesh_dim_names=...)"
+    expect(len(names) == mesh.ndim, OP, "mesh", wanted, f"{names or 'none'}")
+    inside = mesh.get_coordinate() is not None
+    here = f"rank {dist.get_rank()}, and the mesh has {mesh.mesh.flatten().tolist()}"
+    expect(inside, OP, "mesh", "one that this rank belongs to", here)
+    given = {arg: _names(arg, dims, names) for arg, dims in (("tp", tp), ("ep", ep), ("dp", dp))}
+    expect(bool(given["tp"] or given["ep"]), OP, "tp, ep", "given, at least one", "None")
+    for other in ("ep", "dp"):
+        both = sorted(set(given["tp"]) & set(given[other]))
+        why = {"ep": "experts", "dp": "tokens"}[other]
+        wanted = f"other dimensions than {other}: along tp ranks have the same {why}"
+        expect(not both, OP, "tp", wanted, both)
+    return given
 
 
 def _names(arg: str, dims: Dims, known: tuple[str, ...]) -> tuple[str, ...]:

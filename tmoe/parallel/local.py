@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autograd import wide
+from .messages import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Rows:
     """Rows for the experts of one rank.
 
     Attributes:
-        x: (R, H), any row stride.
+        x: (R, H), any row stride; a `QuantizedTensor` where tokens were quantised before they were
+            sent.
         weights: (R, K) float32.
         slots: (R, K) integers; of those outside the window nothing is computed.
         first: the slot of this rank's first expert.
@@ -35,22 +36,21 @@ class Rows:
 LocalExperts = Callable[[Rows, torch.dtype], Tensor]
 
 
-def partial_sums(rows: Rows, experts: LocalExperts) -> Tensor:
-    """(R, H) in float32: of each row, the sum over its experts here."""
-    return experts(rows, wide(rows.x.dtype))
+def each_slot(rows: Rows, experts: LocalExperts, dtype: torch.dtype) -> Tensor:
+    """(R, K, H) in `dtype`: of each row, every slot for itself; 0 where its expert isn't here."""
+    (R, K), H, x = rows.slots.shape, rows.x.shape[1], Tokens.of(rows.x)
 
+    def for_each(part: Tensor) -> Tensor:
+        return part.unsqueeze(1).expand(R, K, part.shape[1]).reshape(R * K, part.shape[1])
 
-def each_slot(rows: Rows, experts: LocalExperts) -> Tensor:
-    """(R, K, H) in float32: of each row, every slot for itself; 0 where its expert isn't here."""
-    (R, K), H = rows.slots.shape, rows.x.shape[1]
     alone = Rows(
-        rows.x.unsqueeze(1).expand(R, K, H).reshape(R * K, H),
+        x.like(for_each(x.x), None if x.scale is None else for_each(x.scale)),
         rows.weights.reshape(R * K, 1),
         rows.slots.reshape(R * K, 1),
         rows.first,
         rows.num_slots,
     )
-    return experts(alone, wide(rows.x.dtype)).view(R, K, H)
+    return experts(alone, dtype).view(R, K, H)
 
 
 def in_order(slots: Tensor) -> Tensor:

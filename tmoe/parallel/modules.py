@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import expect, expect_type
+from ..formats import QuantizedTensor
 from ..nn import Experts, MoE, SharedExpert
 from ..ops import fused_experts
 from . import autograd
+from .choose import ExchangeDecision
+from .codes import codes_of
 from .expert_parallel import ExpertParallel
 from .groups import Group
 from .local import Rows
@@ -35,27 +38,35 @@ class ParallelExperts(Experts):
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, beside: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`forward`, and what `beside()` returned, which is called while tokens are under way."""
-        y, other = self.parallel.run(x, topk_weights, topk_ids, self.local_experts, beside)
+        y, other = self.parallel.run(
+            x, topk_weights, topk_ids, self.local_experts, beside, codes_of(self)
+        )
         return y.to(x.dtype), other
+
+    def explain_exchange(self, num_tokens: int, top_k: int) -> ExchangeDecision:
+        """See `ExpertParallel.explain`."""
+        codes, dtype = codes_of(self), self.down_proj.dtype
+        return self.parallel.explain(num_tokens, self.hidden_size, top_k, dtype, codes)
 
     def local_experts(self, rows: Rows, out_dtype: torch.dtype) -> Tensor:
         """What this rank's experts say to rows: (R, H) in `out_dtype`."""
-        gate_up, gate_up_bias = getattr(self, self._first), getattr(self, f"{self._first}_bias")
+        parallel, first = self.parallel, self._first
+        coded = isinstance(rows.x, QuantizedTensor)
         return fused_experts(
             rows.x,
-            gate_up,
-            self.down_proj,
+            parallel.weight(getattr(self, first)),
+            parallel.weight(self.down_proj),
             rows.weights,
             rows.slots,
             activation=self.activation,
             scheme=self.scheme,
-            gate_up_bias=gate_up_bias,
-            down_bias=autograd.first_only(self.down_proj_bias, self.parallel.layout.width),
+            gate_up_bias=parallel.bias(getattr(self, f"{first}_bias")),
+            down_bias=parallel.bias_once(self.down_proj_bias),
             interleaved=self.interleaved,
             weight_on_input=self.weight_on_input,
             first_expert=rows.first,
             num_experts=rows.num_slots,
-            input_scale=self.input_scale,
+            input_scale=None if coded else self.input_scale,
             hidden_scale=self.hidden_scale,
             out_dtype=out_dtype,
         )

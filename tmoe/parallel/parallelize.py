@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,11 +13,12 @@ from ..formats import QuantizedTensor
 from ..formats.scheme import SCHEMES
 from ..nn import Experts, MoE, SharedExpert
 from .choose import EXCHANGES
+from .expert_layers import ExpertsLayer, Share, expert_layers
 from .expert_parallel import ExpertParallel
 from .layout import OP, Dims, Layout
 from .modules import ParallelExperts, ParallelMoE, ParallelSharedExpert
 from .placement import Placement
-from .shard import down_columns, first_rows, take_experts, whole, width_parts
+from .shard import width_parts
 
 
 def parallelize(
@@ -29,6 +30,7 @@ def parallelize(
     dp: Dims = None,
     placement: Placement | Mapping[str, Placement] | None = None,
     exchange: str | None = None,
+    sums: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Give this rank its part of every expert layer of `model`, and make the layers work together.
 
@@ -39,7 +41,8 @@ def parallelize(
     on every rank. All ranks of the mesh call it; so they do the layers, also with zero tokens.
 
     Args:
-        model: a `tmoe.MoE`, a `tmoe.Experts`, or any module that contains some.
+        model: a `tmoe.MoE`, a `tmoe.Experts`, or any module that contains some; a model of
+            transformers whose experts run on tmoe (`tmoe.replace_moe`), quantised or not.
         mesh: with names for its dimensions.
         tp: name or names of dimensions along which each expert's width is divided, and that of
             shared experts. Tokens are the same along them.
@@ -49,56 +52,88 @@ def parallelize(
         placement: which rank of ep has which experts, for all layers or by the name of each; None:
             in order, as evenly as possible.
         exchange: "all_gather" or "all_to_all"; None: for each call what should be faster, see
-            ``layer.experts.parallel.explain``.
+            ``tmoe.explain(layer)``.
+        sums: the dtype in which an all-to-all brings partial sums back, float32 or bfloat16, which
+            halves their bytes and rounds them once more. They are added up in float32. The
+            all-gather path adds on the way, always in float32, and isn't chosen with bfloat16.
 
     Returns:
         `model`.
 
     Raises:
         ValueError: before anything is sent: a mesh, a placement or sizes that don't fit, a model
-            without expert layers or one that is divided already, weights whose scales a cut would
-            go through, schemes whose inputs have one dynamic scale for all tokens.
+            without expert layers, one that is divided already or has experts that can't be (named,
+            with the reason), weights whose scales a cut would go through, schemes whose inputs have
+            one dynamic scale for all tokens.
     """
-    expect_type(model, nn.Module, OP, "model")
-    known = exchange is None or exchange in EXCHANGES
-    expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
-    layout = Layout.of(mesh, tp, ep, dp)
-    layers = _layers(model)
-    if isinstance(placement, Mapping):
-        unknown = sorted(set(placement) - set(layers))
-        expect(not unknown, OP, "placement", f"for layers of {', '.join(layers)}", unknown)
-    placements, parts = {}, {}
-    for name, experts in layers.items():  # all checks come before the first change
-        one = placement.get(name) if isinstance(placement, Mapping) else placement
-        placements[name] = _placement(one, experts, layout)
-        parts[name] = _parts(experts, layout)
-    for module in model.modules():
-        if type(module) is SharedExpert and layout.width.size > 1:
-            width_parts(module.down_proj.weight, layout.width.size, gated_apart=False)
-    for name, experts in layers.items():
-        _divide(experts, name, layout, placements[name], parts[name], exchange)
-    for module in model.modules():
-        if type(module) is SharedExpert and layout.width.size > 1:
-            _divide_shared(module, layout)
-        if type(module) is MoE:
-            module.__class__ = ParallelMoE
+    divide(
+        model, mesh, tp=tp, ep=ep, dp=dp, placement=placement, exchange=exchange, sums=sums
+    )  # fmt: skip
     return model
 
 
-def _layers(model: nn.Module) -> dict[str, Experts]:
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            plain = type(module) is Experts
-            expect(plain, OP, "model", "not divided already", f"{type(module).__name__} {name!r}")
-            layers[name] = module
-    wanted = "one with a tmoe.MoE or tmoe.Experts in it"
-    expect(bool(layers), OP, "model", wanted, type(model).__name__)
-    return layers
+def divide(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tp: Dims,
+    ep: Dims,
+    dp: Dims,
+    placement: Placement | Mapping[str, Placement] | None,
+    exchange: str | None,
+    sums: torch.dtype,
+) -> dict[str, Share]:
+    """`parallelize`; returns what this rank has of each layer."""
+    expect_type(model, nn.Module, OP, "model")
+    known = exchange is None or exchange in EXCHANGES
+    expect(known, OP, "exchange", f"None or one of {', '.join(EXCHANGES)}", repr(exchange))
+    both = (torch.float32, torch.bfloat16)
+    expect(sums in both, OP, "sums", "torch.float32 or torch.bfloat16", sums)
+    tp, ep, dp = _dims("tp", tp), _dims("ep", ep), _dims("dp", dp)
+    sizes = Layout.sizes(mesh, tp, ep, dp)
+    layers = expert_layers(model)
+    if isinstance(placement, Mapping):
+        unknown = sorted(set(placement) - set(layers))
+        expect(not unknown, OP, "placement", f"for layers of {', '.join(layers)}", unknown)
+    placements, parts, shares = {}, {}, {}
+    for name, layer in layers.items():  # all checks come before the first change
+        one = placement.get(name) if isinstance(placement, Mapping) else placement
+        placements[name] = _placement(one, layer, sizes["ep"])
+        parts[name] = _parts(layer, sizes["tp"])
+    shared = [m for m in model.modules() if type(m) is SharedExpert and sizes["tp"] > 1]
+    for shared_expert in shared:
+        width_parts(shared_expert.down_proj.weight, sizes["tp"], gated_apart=False)
+    layout = Layout.of(mesh, tp, ep, dp)  # makes process groups
+    for name, layer in layers.items():
+        words = layer.words
+        held, part = placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank]
+        shares[name] = layer.share(held, part)
+        layer.keep(shares[name])
+        parallel = ExpertParallel(layout, placements[name], exchange, words, sums)
+        if isinstance(layer.module, Experts):
+            layer.module.__class__ = ParallelExperts
+            layer.module.parallel = parallel  # type: ignore[assignment]
+        else:
+            from ..integrations.transformers.dividing import run_divided
+
+            run_divided(model, name, parallel)
+    for shared_expert in shared:
+        _divide_shared(shared_expert, layout)
+    for module in model.modules():
+        if type(module) is MoE:
+            module.__class__ = ParallelMoE
+    return shares
 
 
-def _placement(given: Placement | None, experts: Experts, layout: Layout) -> Placement:
-    E, ranks = experts.num_experts, layout.experts.size
+def _dims(arg: str, given: Dims) -> tuple[str, ...] | None:
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    expect_type(given, Iterable, OP, arg)
+    return tuple(given)
+
+
+def _placement(given: Placement | None, layer: ExpertsLayer, ranks: int) -> Placement:
+    E = layer.down_proj.shape[0]
     if given is None:
         expect(
             ranks <= E, OP, "ep", f"at most the {E} experts, or a placement with replicas", ranks
@@ -110,64 +145,21 @@ def _placement(given: Placement | None, experts: Experts, layout: Layout) -> Pla
     return given
 
 
-def _parts(experts: Experts, layout: Layout) -> list[tuple[int, int]]:
+def _parts(layer: ExpertsLayer, ranks: int) -> list[tuple[int, int]]:
     """Each rank's part of the width; raises for what can't be divided."""
-    scheme, down = experts.scheme, experts.down_proj
+    scheme, down = layer.scheme, layer.down_proj
     if isinstance(down, QuantizedTensor):
         assert scheme is not None
-        static = experts.input_scale is not None and experts.hidden_scale is not None
         wanted = (
             f"with input_scale and hidden_scale for {scheme}: a dynamic scale is of the tokens of "
             "all ranks"
         )
+        static = len(layer.static_scales) == 2
         expect(static or not SCHEMES[scheme].takes_scales, OP, "experts", wanted, "without")
-    apart = experts.activation.gated and not experts.interleaved
-    return width_parts(down, layout.width.size, gated_apart=apart)
-
-
-def _divide(
-    experts: Experts,
-    name: str,
-    layout: Layout,
-    placement: Placement,
-    parts: list[tuple[int, int]],
-    exchange: str | None,
-) -> None:
-    I, part = experts.intermediate_size, parts[layout.width.rank]
-    held = placement.ranks[layout.experts.rank]
-    first = experts._first
-    for arg in (first, f"{first}_bias", "down_proj", "down_proj_bias"):
-        weight = getattr(experts, arg)
-        if weight is None:
-            continue
-        mine = take_experts(weight.detach(), held)
-        if arg.startswith(first):
-            mine = first_rows(
-                mine, part, I,
-                gated=experts.activation.gated, interleaved=experts.interleaved,
-            )  # fmt: skip
-        elif arg == "down_proj":
-            mine = down_columns(mine, part)
-        setattr(experts, arg, nn.Parameter(whole(mine), requires_grad=weight.requires_grad))
-    for arg in ("input_scale", "hidden_scale"):
-        scale = getattr(experts, arg)
-        if scale is not None and scale.numel() > 1:
-            setattr(experts, arg, take_experts(scale, held))
-    experts.__class__ = ParallelExperts
-    experts.parallel = ExpertParallel(layout, placement, exchange, _words(experts, name))  # type: ignore
-
-
-def _words(experts: Experts, name: str) -> dict[str, Any]:
-    return {
-        "layer": name or type(experts).__name__,
-        "experts": experts.num_experts,
-        "hidden_size": experts.hidden_size,
-        "intermediate_size": experts.intermediate_size,
-        "scheme": experts.scheme,
-        "dtype": str(experts.down_proj.dtype).removeprefix("torch."),
-        "activation": str(experts.activation),
-        "bias": experts.down_proj_bias is not None,
-    }
+    if ranks > 1:
+        wanted = f"1 for {layer.name or 'the experts'}: {layer.whole_width}"
+        expect(layer.whole_width is None, OP, "tp", wanted, ranks)
+    return width_parts(down, ranks, gated_apart=layer.gated and not layer.interleaved)
 
 
 def _divide_shared(shared: SharedExpert, layout: Layout) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..checks import expect, expect_type
-from .modules import ParallelExperts
+from .expert_layers import ExpertsLayer, divided_layers
+from .expert_parallel import ExpertParallel
 from .placement import Placement
 from .rebalance_moves import Moves
 from .rebalance_transfer import move_experts
@@ -51,10 +52,7 @@ def rebalance(
             rank is gone. RuntimeError: a rank has no memory left.
     """
     expect_type(model, nn.Module, OP, "model")
-    layers = {
-        name: module for name, module in model.named_modules()
-        if isinstance(module, ParallelExperts)
-    }  # fmt: skip
+    layers = divided_layers(model)
     expect(bool(layers), OP, "model", "one with layers that parallelize made", type(model).__name__)
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     unknown = sorted(set(wanted) - set(layers))
@@ -62,52 +60,46 @@ def rebalance(
     found = {}
     for name, layer in layers.items():
         if name in wanted:
-            found[name] = _rebalance(layer, name, wanted[name], max_extra_bytes, captured_anew)
+            found[name] = _rebalance(*layer, wanted[name], max_extra_bytes, captured_anew)
     return found
 
 
 def _rebalance(
-    layer: ParallelExperts,
-    name: str,
+    layer: ExpertsLayer,
+    parallel: ExpertParallel,
     new: Placement,
     max_extra_bytes: int | None,
     captured_anew: bool,
 ) -> Moves:
-    parallel = layer.parallel
     layout = parallel.layout
     moves = move_experts(
         slots_of_layer(layer), parallel.placement, new,
         group=layout.experts, everyone=layout.everyone, max_extra_bytes=max_extra_bytes,
-        name=name or type(layer).__name__, problem=_why_not(layer, captured_anew),
+        name=layer.words["layer"], problem=_why_not(layer, parallel, captured_anew),
     )  # fmt: skip
     parallel.set_placement(new)
     return moves
 
 
-def slots_of_layer(layer: ParallelExperts) -> dict[str, Tensor]:
+def slots_of_layer(layer: ExpertsLayer) -> dict[str, Tensor]:
     """What belongs to single experts, one for each slot of this rank."""
-    first = layer._first
-    names = (first, f"{first}_bias", "down_proj", "down_proj_bias", "input_scale", "hidden_scale")
-    tensors = {name: getattr(layer, name) for name in names}
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor is not None and not (name.endswith("_scale") and tensor.numel() == 1)
-    }
+    weights = {name: getattr(layer.module, name).detach() for name in layer.tensors}
+    scales = {name: scale for name, scale in layer.static_scales.items() if scale.numel() > 1}
+    return weights | scales
 
 
-def _why_not(layer: ParallelExperts, captured_anew: bool) -> str | None:
+def _why_not(layer: ExpertsLayer, parallel: ExpertParallel, captured_anew: bool) -> str | None:
     trained = [
         name
-        for name, parameter in layer.named_parameters()
-        if parameter.grad is not None or (layer.training and parameter.requires_grad)
+        for name, parameter in layer.module.named_parameters()
+        if parameter.grad is not None or (layer.module.training and parameter.requires_grad)
     ]
     if trained:
         return (
             f"{', '.join(trained)} are in training: an optimizer's state would stay with other "
             "experts; call .eval() and zero_grad() first, or requires_grad_(False)"
         )
-    if layer.parallel.captured and not captured_anew:
+    if parallel.captured and not captured_anew:
         return (
             "it was captured in a CUDA graph, which has the old routes in it; drop the graph and "
             "say captured_anew=True"

@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tmoe.kernels.exchange_ref import Slots
+
 from .balance_replicas import replica_of
 from .placement import Placement
 
@@ -60,8 +62,14 @@ def ranks_of(slots: Tensor, placement: Placement) -> Tensor:
     return ranks.masked_fill(~known, -1)
 
 
-def visits(ranks: Tensor, num_ranks: int) -> Tensor:
-    """(T, K) ranks -> (T, P) bool: whether a token has an expert on that rank. It goes there once,
-    whatever the number of its experts there."""
-    to = torch.arange(num_ranks, device=ranks.device)
-    return (ranks[:, :, None] == to).any(1)
+@lru_cache(maxsize=256)
+def slots_on(placement: Placement, device: torch.device) -> Slots:
+    """A placement as the kernels read it; made once."""
+    first = (*placement.first_slots, placement.num_slots)
+    first_slots = torch.tensor(first, dtype=torch.int32, device=device)
+    if placement.in_order:
+        return Slots(first_slots, placement.num_experts)
+    table = tables(placement, device)
+    return Slots(
+        first_slots, placement.num_experts, table.slots.int().contiguous(), table.replicas.int()
+    )

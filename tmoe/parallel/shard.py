@@ -55,10 +55,10 @@ def _unit(down_proj: Tensor) -> tuple[int, str]:
 
 
 def take_experts(weight: Tensor, experts: Sequence[int]) -> Tensor:
-    """(E, ...) -> the given experts, in that order, copied."""
+    """(E, ...) -> the given experts, in that order; a view where they follow each other."""
     first, last = experts[0], experts[-1] + 1
     if list(experts) == list(range(first, last)):
-        return weight[first:last].clone()
+        return weight[first:last]
     return weight[torch.tensor(experts, device=weight.device)]
 
 
@@ -85,6 +85,11 @@ def down_columns(weight: Tensor, part: tuple[int, int]) -> Tensor:
 def whole(weight: Tensor) -> Tensor:
     """A tensor of its own, contiguous, so that what it was cut from can be let go."""
     if isinstance(weight, QuantizedTensor):
-        parts = [part.contiguous() for part in weight.parts()]
-        return weight._with_parts(parts)
-    return weight.contiguous()
+        return weight._with_parts([_own(part) for part in weight.parts()])
+    return _own(weight)
+
+
+def _own(part: Tensor) -> Tensor:
+    if part.untyped_storage().nbytes() > part.nbytes:
+        return part.clone(memory_format=torch.contiguous_format)
+    return part.contiguous()

@@ -10,8 +10,9 @@ each group of tp, and all layouts compute the same T · gpus tokens. Exchanges:
     deepep        for comparison, not tmoe's own: a token goes to each node once, and from there
                   over NVLink, which is what node-limited routing (DeepSeek's groups) is for
 
-and with tp an all_reduce of the sums in each. Tokens go in bf16 with ids and weights, sums come
-back in fp32. Nothing is overlapped, and attention, router and shared experts aren't counted.
+and with tp an all_reduce of the sums in each. Tokens go in bf16, or as the codes of a scheme that
+rounds its inputs, with ids and weights; sums come back in fp32. Nothing is overlapped, and
+attention, router and shared experts aren't counted.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from ..checks import expect
 from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
+from ..parallel.choose import ROUTE
+from ..parallel.codes import Codes
 from ..parallel.communication_model import Cluster, Transfer, gpu_named
+from ..parallel.exchange_model import all_gather, all_to_all
 from ..parallel.shard import width_parts
 from .models import PlanModel
 from .traffic import chance_of_any
 
 MEASURED = "H200"  # the GPU whose kernels were timed
 NOT_OURS = ("deepep",)
-SENT, BACK = 2, 4  # bytes of a value on its way to experts, and of a sum on its way back
-ROUTE = 8  # bytes of an expert's id and weight
+SENT, BACK = 2, 4  # bytes of a bf16 value on its way to experts, and of a sum on its way back
 RESERVE_GB = 4.0  # CUDA, NCCL and PyTorch; the rest is weights, tokens and the KV cache
 
 
@@ -195,37 +198,33 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
     """The time of each exchange that the layout can have."""
     model, cluster, tp, ep = ask.model, ask.cluster, layout.tp, layout.ep
     E, K, tokens = model.shape.num_experts, model.shape.top_k, ask.tokens * tp
-    sent, back = row_bytes(model.shape), BACK * model.shape.hidden
+    sent, back = row_bytes(model.shape, ask.scheme), BACK * model.shape.hidden
     summed = cluster.all_reduce(tokens * back, cluster.span(tp))
     if ep == 1:
         return {"none" if tp == 1 else "all_reduce": summed}
-    span = cluster.span(ep, tp)
-    found = {
-        "all_gather": cluster.gather("all_gather", tokens * sent, span)
-        + cluster.gather("reduce_scatter", tokens * back, span)
-    }
+    span, hidden = cluster.span(ep, tp), model.shape.hidden
     hit = chance_of_any(E, K, ep, model.n_group, model.topk_group)
     busiest = max(1.0, load.rows / (tokens * K))  # its rows over those of a rank on average
-    near, far = (tokens * hit * busiest * n for n in (span.per_node - 1, ep - span.per_node))
-    found["all_to_all"] = cluster.all_to_all(near * sent, far * sent, span) + cluster.all_to_all(
-        near * back, far * back, span
-    )
+    rows = tokens * hit * busiest
+    found = {
+        "all_gather": all_gather(cluster, span, tokens, sent, back, hidden),
+        "all_to_all": all_to_all(cluster, span, rows, sent, back, hidden),
+    }
     if span.nodes > 1:
         node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
-        once, inside = tokens * node * (span.nodes - 1) * busiest, near + far
+        once, inside = tokens * node * (span.nodes - 1) * busiest, rows * (ep - 1)
         found["deepep"] = cluster.all_to_all(inside * sent, once * sent, span) + cluster.all_to_all(
             inside * back, once * back, span
         )
-    moved = {"all_gather": tokens * ep, "all_to_all": tokens * hit * ep * busiest}
-    for name, rows in moved.items():
-        copies = cluster.copies_us(name, rows, model.shape.hidden)
-        found[name] = found[name].with_copies(copies)
     return {name: transfer + summed for name, transfer in found.items()}
 
 
-def row_bytes(shape: MoEShape) -> int:
-    """Of a token on its way to experts: its values, ids and weights."""
-    return SENT * shape.hidden + ROUTE * shape.top_k
+def row_bytes(shape: MoEShape, scheme: str) -> int:
+    """Of a token on its way to experts: its values, or the codes that they are sent as, ids and
+    weights."""
+    recipe = None if scheme == "bf16" else SCHEMES[scheme].inputs
+    sent = SENT * shape.hidden if recipe is None else Codes(recipe, None).row_bytes(shape.hidden)
+    return sent + ROUTE * shape.top_k
 
 
 def roof(gpu: str, scheme: str) -> Roof:

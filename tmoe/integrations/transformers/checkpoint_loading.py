@@ -7,7 +7,7 @@ leaves in `state_dict` then looks to transformers like an unquantised checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -21,6 +21,7 @@ from tmoe.checkpoints.stored import CODES, Stored
 from tmoe.checks import expect
 
 from .checkpoint_names import Destinations
+from .load_share import Divide, plan_shares
 from .quantized import (
     HELD,
     PADDED,
@@ -79,14 +80,18 @@ class CheckpointLoading:
         scheme: str | None,
         dtype: torch.dtype,
         device: str | torch.device | None = None,
+        divide: Divide | None = None,
     ) -> None:
-        """`device`: where all tensors go; None = where transformers asks for them."""
+        """`device`: where all tensors go; None = where transformers asks for them. `divide`: gives
+        this rank its share of the experts."""
         self.checkpoint, self.scheme, self.dtype = checkpoint, scheme, dtype
         self.device = None if device is None else torch.device(device)
         self.state_dict: dict[str, LazyTensor] = {}
         self.report = Report()
         self.shapes: dict[str, torch.Size] = {}
         self.conversions: list[Any] = []
+        self.stored: dict[str, StoredExperts] = {}
+        self._divide = divide
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointLoading:
         return self  # transformers copies configs, and this hangs on one
@@ -120,6 +125,8 @@ class CheckpointLoading:
             )  # fmt: skip
             assert stored is not None  # `Destinations` found its scales
             self._plan_experts(name, modules[name], stored)
+        if self._divide is not None:
+            plan_shares(self, self._divide(model), places, OP)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _plan_plain(self, name: str, info: TensorInfo, shape: torch.Size | None) -> None:
@@ -129,10 +136,16 @@ class CheckpointLoading:
             wanted = f"of shape {tuple(shape)}, as the config says"
             expect(info.shape == tuple(shape), OP, f"{info}", wanted, info.shape)
 
-        def read(device: torch.device, dtype: torch.dtype) -> Tensor:
-            return self.checkpoint.view(name).to(device, dtype, copy=True)
+        self.state_dict[name] = self.of_view(name, lambda view: view)
 
-        self.state_dict[name] = LazyTensor(info.dtype, read, self.device)
+    def of_view(self, name: str, take: Callable[[Tensor], Tensor]) -> LazyTensor:
+        """A copy of what `take` takes of a view of a tensor of the checkpoint."""
+
+        def read(device: torch.device, dtype: torch.dtype) -> Tensor:
+            mine = take(self.checkpoint.view(name))
+            return mine.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+
+        return LazyTensor(self.checkpoint.info(name).dtype, read, self.device)
 
     def _plan_dense(self, name: str, parts: dict[str, str], shape: torch.Size | None) -> None:
         stored = Stored.find(self.checkpoint, name.removesuffix(".weight"), parts, OP)
@@ -165,10 +178,23 @@ class CheckpointLoading:
         if stored.has_static_scales:
             scales = {k: torch.empty(E, device="meta") for k in ("input_scale", "hidden_scale")}
         hold_quantized(module, gate_up, down_proj, stored.scheme, **scales)
-        for parameter, read in zip(names, (stored.read_first, stored.read_down), strict=True):
+        self.stored[name] = stored
+        reads = (stored.read_first, stored.read_down)
+        self.plan_stored(name, stored, dict(zip(names, reads, strict=True)))
+
+    def plan_stored(
+        self,
+        name: str,
+        stored: StoredExperts,
+        reads: Mapping[str, Callable[[torch.device, torch.dtype], Tensor]],
+    ) -> None:
+        """Give transformers the parameters of a module of quantised experts, and its scales."""
+        for parameter, read in reads.items():
             lazy = LazyTensor(self.dtype, _as_parameter(read), self.device)
             self.state_dict[f"{name}.{parameter}"] = lazy
-        for i, scale in enumerate(scales):
+        for i, scale in enumerate(("input_scale", "hidden_scale")):
+            if not stored.has_static_scales:
+                continue
 
             def read_scale(device: torch.device, dtype: torch.dtype, i: int = i) -> Tensor:
                 value = stored.input_scales(device)[i]

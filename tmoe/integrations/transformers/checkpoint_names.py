@@ -135,6 +135,15 @@ class Destinations:
         target, converted = self._target(name)
         return None if converted else target
 
+    def destination(self, name: str) -> str:
+        """The parameter that a tensor becomes, alone or as one of several."""
+        return self._target(name)[0]
+
+    def steps(self, name: str) -> list[Any]:
+        """What transformers does to a tensor on the way in."""
+        rule = self._rule(name)
+        return [] if rule is None else rule.operations
+
     @staticmethod
     def _weight(layer: str, names: dict[str, str]) -> str:
         """The name that the layer's weight would have if it weren't quantised."""
@@ -161,7 +170,7 @@ class Destinations:
             sources = self.experts.setdefault(module, ExpertSources())
             sources.add(f"fused_{role}", 0, layer)
             self._expect_known_steps(name, ("Transpose",))
-            for step in self._steps(name):
+            for step in self.steps(name):
                 data = self._checkpoint.info(self._quantized[layer]["data"])
                 as_it_is = step.check_dims and data.shape[1] == self._parameters[target].shape[1]
                 sources.transposed = not as_it_is
@@ -187,13 +196,9 @@ class Destinations:
         )
         return next((r for r in self._converters if pattern in r.source_patterns), None)
 
-    def _steps(self, name: str) -> list[Any]:
-        rule = self._rule(name)
-        return [] if rule is None else rule.operations
-
     def _expect_known_steps(self, name: str, known: tuple[str, ...]) -> None:
         """What transformers does to the weights on the way in has to be what tmoe does too."""
-        steps = [type(step).__name__ for step in self._steps(name)]
+        steps = [type(step).__name__ for step in self.steps(name)]
         others = [step for step in steps if step not in known]
         wanted = f"of experts that transformers loads with {' and '.join(known)} alone"
         expect(not others, self._op, name, wanted, ", ".join(steps))

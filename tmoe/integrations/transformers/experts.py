@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
+from tmoe.checks import expect
 from tmoe.low_rank import LowRank
 from tmoe.nn.lora import read_adapted
 from tmoe.ops import fused_experts, grouped_gemm
 
 from .activations import ExpertsModule, activation_of
-from .quantized import is_transposed, scheme_of
+from .quantized import PARALLEL, is_transposed, scheme_of
 from .record_inputs import RECORDER
 from .sorted_rows import through_experts
 
@@ -42,66 +46,131 @@ def run_experts(
 ) -> Tensor:
     """`experts_forward`, with the routing weight on the expert's input on request (Llama 4).
 
-    Weights that `hold_quantized` put there run in their scheme.
+    Weights that `hold_quantized` put there run in their scheme. Where `tmoe.parallel` divided them,
+    ids are global, and all ranks call it.
     """
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    transposed = is_transposed(experts)
-    gate_up_proj, gate_up_lora = read_adapted(experts, first, transposed=transposed)
-    down_proj, down_lora = read_adapted(experts, "down_proj", transposed=transposed)
-    gate_up_bias = getattr(experts, f"{first}_bias") if experts.has_bias else None
-    down_bias = experts.down_proj_bias if experts.has_bias else None
-    if transposed:
-        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    rows = x if x.dtype == gate_up_proj.dtype else x.to(gate_up_proj.dtype)
-    scheme = scheme_of(experts)
+    weights = _Weights.of(experts)
+    dtype = weights.gate_up_proj.dtype
+    rows = x if x.dtype == dtype else x.to(dtype)
+    parallel = experts.__dict__.get(PARALLEL)
+    if parallel is None:
+        out = _run(experts, weights, rows, topk_ids, topk_weights, weight_on_input)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
+    weights = weights.divided(parallel)
 
+    def local_experts(here: Any, out_dtype: torch.dtype) -> Tensor:
+        return _run(
+            experts, weights, here.x, here.slots, here.weights, weight_on_input,
+            first_expert=here.first, num_experts=here.num_slots, out_dtype=out_dtype,
+        )  # fmt: skip
+
+    return parallel.run(rows, topk_weights, topk_ids, local_experts)[0].to(x.dtype)
+
+
+class _Weights(NamedTuple):
+    """A module's weights, (E, 2I, H) and (E, H, I), and biases."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_up_lora: LowRank | None
+    down_lora: LowRank | None
+
+    @classmethod
+    def of(cls, experts: ExpertsModule) -> _Weights:
+        """One read each: under PEFT every read of a parametrised weight rebuilds it for all."""
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        transposed = is_transposed(experts)
+        gate_up_proj, gate_up_lora = read_adapted(experts, first, transposed=transposed)
+        down_proj, down_lora = read_adapted(experts, "down_proj", transposed=transposed)
+        gate_up_bias = getattr(experts, f"{first}_bias") if experts.has_bias else None
+        down_bias = experts.down_proj_bias if experts.has_bias else None
+        if transposed:
+            gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+        return cls(gate_up_proj, down_proj, gate_up_bias, down_bias, gate_up_lora, down_lora)
+
+    def divided(self, parallel: Any) -> _Weights:
+        """Those of a rank, so that gradients and sums over ranks come out right."""
+        adapted = self.gate_up_lora is not None or self.down_lora is not None
+        expect(
+            not adapted, "experts", "adapters", "none on experts that several ranks share", "some"
+        )
+        return self._replace(
+            gate_up_proj=parallel.weight(self.gate_up_proj),
+            down_proj=parallel.weight(self.down_proj),
+            gate_up_bias=parallel.bias(self.gate_up_bias),
+            down_bias=parallel.bias_once(self.down_bias),
+        )
+
+
+def _run(
+    experts: ExpertsModule,
+    weights: _Weights,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight_on_input: bool,
+    *,
+    first_expert: int = 0,
+    num_experts: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x (T, H) in the weights' dtype -> (T, H) in `out_dtype`. Of ids outside the window that
+    begins with `first_expert` nothing is computed."""
+    scheme = scheme_of(experts)
     # What a module lacks is looked up in its dictionary: nn.Module's own search takes longer.
     has_norm = experts.__dict__.get("has_post_expert_norm", False)
     norm = experts.post_expert_norm if has_norm else None
     activation, recorder = activation_of(experts), experts.__dict__.get(RECORDER)
     if activation is not None and norm is None and recorder is None:
-        out = fused_experts(
-            rows,
-            gate_up_proj,
-            down_proj,
+        return fused_experts(
+            x,
+            weights.gate_up_proj,
+            weights.down_proj,
             topk_weights,
             topk_ids,
             activation=activation,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
             interleaved=not experts.is_concatenated,
             weight_on_input=weight_on_input,
-            gate_up_lora=gate_up_lora,
-            down_lora=down_lora,
+            gate_up_lora=weights.gate_up_lora,
+            down_lora=weights.down_lora,
+            first_expert=first_expert,
+            num_experts=num_experts,
+            out_dtype=out_dtype,
             **scheme.of_layer(),
         )
-        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
         if recorder is not None:
             recorder.see("input", rows, expert_offsets)
         hidden = grouped_gemm(
             rows,
-            gate_up_proj,
+            weights.gate_up_proj,
             expert_offsets,
-            bias=gate_up_bias,
+            bias=weights.gate_up_bias,
             **scheme.of_gemm("input_scale"),
         )
-        hidden = _add_low_rank(hidden, rows, gate_up_lora, expert_offsets)
+        hidden = _add_low_rank(hidden, rows, weights.gate_up_lora, expert_offsets)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
         if recorder is not None:
             recorder.see("hidden", hidden, expert_offsets)
         out = grouped_gemm(
-            hidden, down_proj, expert_offsets, bias=down_bias, **scheme.of_gemm("hidden_scale")
+            hidden,
+            weights.down_proj,
+            expert_offsets,
+            bias=weights.down_bias,
+            **scheme.of_gemm("hidden_scale"),
         )
-        out = _add_low_rank(out, hidden, down_lora, expert_offsets)
+        out = _add_low_rank(out, hidden, weights.down_lora, expert_offsets)
         return out if norm is None else norm(out)
 
-    num_experts = down_proj.shape[0]
-    out = through_experts(
-        rows, topk_ids, topk_weights, num_experts, expert, weight_on_input=weight_on_input
-    )
-    return out.to(x.dtype)
+    held = weights.down_proj.shape[0]
+    ids = topk_ids - first_expert if first_expert else topk_ids
+    out = through_experts(x, ids, topk_weights, held, expert, weight_on_input=weight_on_input)
+    return out.to(out_dtype or x.dtype)
 
 
 def _add_low_rank(y: Tensor, rows: Tensor, lora: LowRank | None, expert_offsets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from tmoe.checkpoints import Checkpoint
 from tmoe.checkpoints.json_files import some
 from tmoe.checks import expect, expect_type
 
+from .load_share import Divide
 from .quantized import HeldScheme
 from .register import import_experts_interface
 
@@ -68,6 +69,25 @@ def from_pretrained(
             names, dtypes and shapes are checked before the first tensor is read.
         ImportError: transformers is missing or too old.
     """
+    return load_model(
+        path, None, dtype=dtype, device=device, device_map=device_map, scheme=scheme,
+        model_class=model_class, **options,
+    )  # fmt: skip
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    divide: Divide | None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    scheme: str | None = None,
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
+    """`from_pretrained`. `divide` is called with the model, still on the meta device, and divides
+    its experts among ranks; it returns this rank's share of each layer (`tmoe.parallel`)."""
     import_experts_interface()
     import transformers
 
@@ -93,7 +113,7 @@ def from_pretrained(
     cls = model_class or class_of_config(config, transformers)
 
     register_method()
-    loading = CheckpointLoading(checkpoint, scheme, dtype, device)
+    loading = CheckpointLoading(checkpoint, scheme, dtype, device, divide)
     generation = (folder / "generation_config.json").exists()
     if generation and "generation_config" not in options:
         options["generation_config"] = transformers.GenerationConfig.from_pretrained(folder)

@@ -13,7 +13,14 @@ from tmoe.formats.recipe import Recipe
 from tmoe.progress import progress_bar
 
 from .activations import ExpertsModule
-from .quantized import hold_quantized, is_transposed, scheme_of, weight_names, why_not_quantized
+from .quantized import (
+    PARALLEL,
+    hold_quantized,
+    is_transposed,
+    scheme_of,
+    weight_names,
+    why_not_quantized,
+)
 from .report import Report
 from .switch import expert_modules
 
@@ -91,6 +98,8 @@ def _why_not(
 ) -> str | None:
     if held := scheme_of(experts).name:
         return f"it is quantised already, as {held}"
+    if PARALLEL in vars(experts):
+        return "it is divided among ranks; quantise first, then divide"
     if "base_layer" in name.split("."):
         return "PEFT wraps it; merge or unload the adapter first"
     if reason := why_not_quantized(experts):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports transformers, and reports are printed without
     from .activations import ExpertsModule
 
 HELD = "tmoe_scheme"  # the child of an experts module that says how its weights are quantised
+PARALLEL = "tmoe_parallel"  # on an experts module that `tmoe.parallel` divided: how it runs
 PADDED = "tmoe_padded"  # on an experts module whose rows were filled up to whole blocks of scales
 
 

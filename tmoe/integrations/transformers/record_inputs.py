@@ -91,7 +91,7 @@ def record_input_ranges(model: nn.Module) -> Iterator[InputRecording]:
     """
     op = "record_input_ranges"
     expect_type(model, nn.Module, op, "model")
-    from .quantized import scheme_of
+    from .quantized import PARALLEL, scheme_of
     from .switch import expert_modules
 
     recording = InputRecording(model)
@@ -101,6 +101,8 @@ def record_input_ranges(model: nn.Module) -> Iterator[InputRecording]:
         can = hasattr(experts, "has_gate") and scheme_of(experts).name is None
         got = scheme_of(experts).name or type(experts).__name__
         expect(can, op, name, "unquantised experts that can be recorded", got)
+        wanted = "experts of one rank: record before they are divided"
+        expect(PARALLEL not in vars(experts), op, name, wanted, "some of several ranks")
         recording._recorders[name] = Recorder()
     try:
         for name, experts in modules.items():

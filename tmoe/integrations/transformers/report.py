@@ -11,7 +11,7 @@ from torch import nn
 from tmoe.formats import ErrorSums
 
 from .layers import Layer
-from .quantized import scheme_of
+from .quantized import PARALLEL, scheme_of
 from .swap import original_class, swap_class
 
 # On an experts module: the implementation that its config named before replace_moe. Kept there, so
@@ -65,9 +65,14 @@ class Report:
         original.
 
         Raises:
-            RuntimeError: some of the modules hold quantised weights, and the original ones are
-                gone. Nothing has changed then.
+            RuntimeError: some of the modules hold quantised weights, or a part of the weights
+                (`tmoe.parallel`), and the original ones are gone. Nothing has changed then.
         """
+        if any(PARALLEL in vars(one) for r in self._modules if (one := r()) is not None):
+            raise RuntimeError(
+                "restore: the experts are divided among ranks, and this one has a part of them; "
+                "load the model again to have it whole"
+            )
         held = {scheme_of(one).name for r in self._modules if (one := r()) is not None}
         if schemes := sorted(filter(None, held)):
             raise RuntimeError(

@@ -21,6 +21,7 @@ from ..wrapped import read_weight
 class TmoeAriaExperts(AriaExperts):
     """Stored transposed, (E, H, 2I) and (E, I, H), in two modules that are not called here."""
 
+    cannot_divide = "its projections are modules of their own, and it routes for itself"
     selects = True
     weight_names = ("fc1.weight", "fc2.weight")
     stored_transposed = True  # quantised weights are not: `hold_quantized` says so on the instance

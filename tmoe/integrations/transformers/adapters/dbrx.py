@@ -14,6 +14,7 @@ from ..wrapped import read_weight, unwrapped
 class TmoeDbrxExperts(DbrxExperts):
     """Three grouped GEMMs on views: one (E, 2I, H) tensor would be a second copy."""
 
+    cannot_divide = "its gate and up projections are separate parameters, flat over the experts"
     cannot_quantize = "its gate and up projections are separate parameters, flat over the experts"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

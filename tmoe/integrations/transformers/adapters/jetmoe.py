@@ -16,6 +16,7 @@ from ..wrapped import read_weight
 class TmoeJetMoeMoE(JetMoeMoE):
     """The router's own result is sorted on the host, so its logits are routed again."""
 
+    cannot_divide = "its projections are modules of their own, and it routes for itself"
     selects = True
 
     weight_names = ("input_linear.weight", "output_linear.weight")

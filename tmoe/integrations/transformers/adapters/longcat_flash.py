@@ -16,6 +16,7 @@ class TmoeLongcatFlashExperts(LongcatFlashExperts):
     """`gate_up_proj` has rows for zero experts too, which nothing reads; `down_proj` has none.
     Quantised, both have none."""
 
+    cannot_divide = "some of its experts return their input, at each token's own rank"
     weight_names = ("gate_up_proj", "down_proj")
 
     def why_not(self) -> str | None:

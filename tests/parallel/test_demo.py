@@ -1,0 +1,37 @@
+"""The demo that people start with torchrun: it says that the tokens are those of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def start(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "tmoe.parallel.demo", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_two_ranks_write_what_one_writes(exchange):
+    done = start("--new-bytes", "12", "--exchange", exchange)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "tmoe on 2 ranks, cpu, gloo, float32",
+        "rank 0 holds experts 0, 1, 2, 3 of each of 4 layers",
+        "rank 1 holds experts 4, 5, 6, 7 of each of 4 layers",
+        f"-> {exchange}  yes  about",
+        "ok    each rank's 12 tokens are the same as on one rank",
+    ):
+        assert line in done.stdout, done.stdout
+    assert "rank 1 writes:\ndef " in done.stdout
+
+
+def test_it_says_how_it_is_started():
+    command = [sys.executable, "-m", "tmoe.parallel.demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "torchrun --nproc-per-node 2" in done.stderr

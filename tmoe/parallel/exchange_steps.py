@@ -1,0 +1,61 @@
+"""What all-to-all does beside sending: Triton's kernels on a GPU, their references in PyTorch
+elsewhere, and for float64. Both give the same bits."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tmoe.kernels import exchange_ref as ref
+from tmoe.kernels.exchange_ref import Parts, Places, Slots
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def place_tokens(
+    topk_ids: Tensor, slots: Slots, *, own: int, capacity: int, first_turn: int,
+    dropped: Tensor | None,
+) -> Places:  # fmt: skip
+    """See `tmoe.kernels.exchange_place.place`."""
+    where = {"own": own, "capacity": capacity, "first_turn": first_turn}
+    if topk_ids.is_cuda and _has_triton():
+        from tmoe.kernels.exchange_place import place
+
+        return place(topk_ids, slots, dropped=dropped, **where)
+    found = ref.place_ref(topk_ids, slots, **where)
+    if dropped is not None:
+        dropped += (found.counts - capacity).clamp(min=0).sum()
+    return found
+
+
+def pack_tokens(
+    message: Parts, tokens: Parts, places: Places, first: Tensor, *, own: int, capacity: int,
+    num_sent: int, gap: int,
+) -> None:  # fmt: skip
+    """See `tmoe.kernels.exchange_pack.pack`."""
+    where: dict[str, Any] = {"num_sent": num_sent, "gap": gap}
+    if tokens.x.is_cuda and _has_triton():
+        from tmoe.kernels.exchange_pack import pack
+
+        x = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
+        weights = tokens.weights if tokens.weights.stride(1) == 1 else tokens.weights.contiguous()
+        tokens = tokens._replace(x=x, weights=weights)
+        pack(message, tokens, places, first, own=own, capacity=capacity, **where)
+    else:
+        ref.pack_ref(message, tokens, places, first, **where)
+
+
+def add_up(back: Tensor, own: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, H) in `dtype`; see `tmoe.kernels.exchange_sum.sum_rows`."""
+    if rows.is_cuda and _has_triton() and back.dtype != torch.float64:
+        from tmoe.kernels.exchange_sum import sum_rows
+
+        return sum_rows(back.new_empty(rows.shape[0], back.shape[1], dtype=dtype), back, own, rows)
+    return ref.sum_ref(back, own, rows, dtype)
