@@ -26,7 +26,7 @@ from tmoe.library.operation import _choose
 from tmoe.options import current
 
 E, K, H, I, T = 8, 2, 64, 32, 4
-SPEC = ("swiglu", 1.0, math.inf, False, False, 0, E)
+SPEC = ("swiglu", 1.0, math.inf, False, False, 0, E, False)
 
 
 def overheads(calls: int = 20000) -> Iterator[tuple[str, bool, float]]:

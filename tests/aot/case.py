@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from tests.aot.targets import EVERY_GPU
 
 
@@ -17,11 +14,3 @@ class Case:
     launch: Callable[[], object]
     max_spilled: int = 64  # bytes per thread: a few registers, outside the inner loop
     gpus: Collection[str] = EVERY_GPU  # names of the targets that it is compiled for
-
-
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.aot.case import Case, empty, short
+from tests.aot.case import Case
 from tests.aot.exchange_cases import launches as exchange_launches
-from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, adapters
-from tests.aot.quantiser_cases import of_every_format, quantisers
+from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, frozen_cases
+from tests.aot.quantiser_cases import launches as quantiser_launches
 from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
@@ -59,17 +59,17 @@ class Layer:
 
         def launch() -> Tensor:
             return BACKEND.fused_experts(
-                empty(num_tokens, H, dtype=dtype),
+                _empty(num_tokens, H, dtype=dtype),
                 self._weights(E, columns, H, dtype),
                 self._weights(E, H, I, dtype),
-                empty(num_tokens, self.K, dtype=torch.float32),
-                empty(num_tokens, self.K, dtype=torch.int32),
-                empty(E, columns, dtype=dtype) if self.bias else None,
-                empty(E, H, dtype=dtype) if self.bias else None,
+                _empty(num_tokens, self.K, dtype=torch.float32),
+                _empty(num_tokens, self.K, dtype=torch.int32),
+                _empty(E, columns, dtype=dtype) if self.bias else None,
+                _empty(E, H, dtype=dtype) if self.bias else None,
                 spec,
             )
 
-        return Case(f"{self.model} T={num_tokens} {short(dtype)}", launch)
+        return Case(f"{self.model} T={num_tokens} {_short(dtype)}", launch)
 
     def training_case(
         self, num_tokens: int, dtype: torch.dtype, *, recompute: bool = False, added: bool = False
@@ -81,19 +81,21 @@ class Layer:
 
         def launch() -> ExpertGradients:
             arguments = (
-                empty(num_tokens, H, dtype=dtype),
+                _empty(num_tokens, H, dtype=dtype),
                 self._weights(E, columns, H, dtype),
                 self._weights(E, H, I, dtype),
-                empty(num_tokens, self.K, dtype=torch.float32),
-                empty(num_tokens, self.K, dtype=torch.int32),
-                empty(E, columns, dtype=dtype) if self.bias else None,
-                empty(E, H, dtype=dtype) if self.bias else None,
+                _empty(num_tokens, self.K, dtype=torch.float32),
+                _empty(num_tokens, self.K, dtype=torch.int32),
+                _empty(E, columns, dtype=dtype) if self.bias else None,
+                _empty(E, H, dtype=dtype) if self.bias else None,
                 spec,
             )
             y, kept = BACKEND.train_experts(*arguments)
             assert kept.shape == (S, columns)
             wanted = ExpertGradients(*[True] * 4, *[self.bias] * 2)
-            sums = [empty(*w.shape, dtype=torch.float32) if added else None for w in arguments[1:3]]
+            sums = [
+                _empty(*w.shape, dtype=torch.float32) if added else None for w in arguments[1:3]
+            ]
             return BACKEND.experts_backward(
                 y,
                 *arguments,
@@ -104,12 +106,12 @@ class Layer:
             )
 
         how = "training, gradients added" if added else "training"
-        return Case(f"{self.model} {how} T={num_tokens} {short(dtype)}", launch)
+        return Case(f"{self.model} {how} T={num_tokens} {_short(dtype)}", launch)
 
     def _weights(self, E: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if self.transposed:
-            return empty(E, columns, rows, dtype=dtype).transpose(1, 2)
-        return empty(E, rows, columns, dtype=dtype)
+            return _empty(E, columns, rows, dtype=dtype).transpose(1, 2)
+        return _empty(E, rows, columns, dtype=dtype)
 
 
 QWEN3 = Layer("Qwen3-30B-A3B", 128, 8, 2048, 768)
@@ -138,6 +140,14 @@ LAYERS = (
 UNALIGNED = Layer("DeepSeek-V2-Lite with I=1407", 64, 6, 2048, 1407)
 
 
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _at_every_tile(layer: Layer, dtype: torch.dtype) -> list[Case]:
     """The layer with a number of tokens, and as wide, as each row of the tile table is for."""
     cases, fewest = [], 1
@@ -155,12 +165,12 @@ def _grouped_gemm(dtype: torch.dtype) -> Case:
     E, N, D, S = 64, 2048, 768, 8192
 
     def launch() -> Tensor:
-        offsets = empty(E + 1, dtype=torch.int32)
+        offsets = _empty(E + 1, dtype=torch.int32)
         return BACKEND.grouped_gemm(
-            empty(S, D, dtype=dtype), empty(E, N, D, dtype=dtype), offsets, None
+            _empty(S, D, dtype=dtype), _empty(E, N, D, dtype=dtype), offsets, None
         )
 
-    return Case(f"grouped_gemm {short(dtype)}", launch)
+    return Case(f"grouped_gemm {_short(dtype)}", launch)
 
 
 # Its smallest sum is subnormal in fp32, so that Triton passes it as fp64.
@@ -174,11 +184,11 @@ def _quantized_layer(scheme: Scheme, weights: Recipe, num_tokens: int) -> Case:
 
     def launch() -> Tensor:
         return BACKEND.fused_experts(
-            empty(num_tokens, H, dtype=bf16),
+            _empty(num_tokens, H, dtype=bf16),
             weights.empty((E, 2 * I, H), device=DEVICE),
             weights.empty((E, H, I), device=DEVICE),
-            empty(num_tokens, K, dtype=torch.float32),
-            empty(num_tokens, K, dtype=torch.int32),
+            _empty(num_tokens, K, dtype=torch.float32),
+            _empty(num_tokens, K, dtype=torch.int32),
             None,
             None,
             spec,
@@ -208,37 +218,53 @@ def _quantized_layers_at_every_height() -> list[Case]:
 
 def _route(routing: Routing, dtype: torch.dtype, num_tokens: int = 64, **wants: Any) -> Case:
     rule, E = routing.rule, routing.num_experts
-    logits = empty(num_tokens, routing.num_logits, dtype=dtype)
+    logits = _empty(num_tokens, routing.num_logits, dtype=dtype)
     inputs = RouteInputs(
-        bias=empty(E, dtype=torch.float32) if rule.takes_bias else None,
-        expert_scale=empty(E, dtype=dtype) if rule.takes_expert_scale else None,
+        bias=_empty(E, dtype=torch.float32) if rule.takes_bias else None,
+        expert_scale=_empty(E, dtype=dtype) if rule.takes_expert_scale else None,
         **wants,
     )
     return Case(
-        f"route {routing.name} E={E} {short(dtype)}",
+        f"route {routing.name} E={E} {_short(dtype)}",
         lambda: BACKEND.route(logits, routing, inputs),
     )
 
 
 def _route_backward(routing: Routing, dtype: torch.dtype) -> Case:
     T, E, K = 4096, routing.num_logits, routing.num_weighed
-    logits, scale = empty(T, E, dtype=dtype), empty(routing.num_experts, dtype=dtype)
-    ids, fp32 = empty(T, routing.top_k, dtype=torch.int32), torch.float32
-    gradients = (empty(T, K, dtype=fp32), empty(T, routing.num_experts, dtype=fp32))
+    logits, scale = _empty(T, E, dtype=dtype), _empty(routing.num_experts, dtype=dtype)
+    ids, fp32 = _empty(T, routing.top_k, dtype=torch.int32), torch.float32
+    gradients = (_empty(T, K, dtype=fp32), _empty(T, routing.num_experts, dtype=fp32))
     scale = scale if routing.rule.takes_expert_scale else None
     return Case(
-        f"route backward {routing.name} E={E} {short(dtype)}",
+        f"route backward {routing.name} E={E} {_short(dtype)}",
         lambda: BACKEND.route_backward(*gradients, logits, routing, scale, ids),
     )
 
 
 def _router(E: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Case:
-    x, weight = empty(16, H, dtype=dtype), empty(E, H, dtype=weight_dtype)
+    x, weight = _empty(16, H, dtype=dtype), _empty(E, H, dtype=weight_dtype)
     routing = Routing(E, 2, "Renormalize")
     return Case(
-        f"router E={E} {short(dtype)} x {short(weight_dtype)}",
+        f"router E={E} {_short(dtype)} x {_short(weight_dtype)}",
         lambda: BACKEND.router(x, weight, None, routing, RouteInputs()),
     )
+
+
+def _quantisers(T: int, H: int, E: int, dtype: torch.dtype) -> list[Case]:
+    return [
+        Case(f"{name} T={T} H={H} {_short(dtype)}", launch)
+        for name, launch in quantiser_launches(T, H, E, dtype).items()
+    ]
+
+
+# One with each kind of elements, and those with an activation or tiles of two dimensions.
+OF_EVERY_FORMAT = ("fp8 128x128", "fp8 1x128 swiglu", "mxfp4 swiglu", "nvfp4 swiglu")
+OF_EVERY_FORMAT += ("fp8 back", "mxfp8 back", "mxfp4 back", "nvfp4 back")
+
+
+def _of_every_format(quantisers: list[Case]) -> list[Case]:
+    return [case for case in quantisers if case.name.startswith(OF_EVERY_FORMAT)]
 
 
 def _training(layer: Layer) -> Case:
@@ -260,17 +286,17 @@ def cases() -> list[Case]:
     """All cases for the GPU that torch says it has."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     groups = {"n_group": 8, "topk_group": 4}
-    long_rows = quantisers(16384, 7168, 8, bf16)
+    quantisers = _quantisers(16384, 7168, 8, bf16)
     # Neither wide loads nor whole words of codes: every element has an address of its own.
-    unaligned = [replace(c, max_spilled=320) for c in quantisers(64, 90, 8, fp16)]
+    unaligned = [replace(c, max_spilled=320) for c in _quantisers(64, 90, 8, fp16)]
     return [
         _route(Routing(64, 4, MINIMAX_M2), bf16, weights_dtype=bf16, ids_dtype=torch.int64),
         _route(Routing(2048, 64, "Default"), bf16, want_counts=True),
         _route(Routing(256, 8, "DeepSeekV3", **groups), fp32),
         _router(256, 7168, bf16, fp32),
+        *(Case(name, launch) for name, launch in exchange_launches().items()),
         _route_backward(Routing(128, 8, "Renormalize"), bf16),
         _route_backward(Routing(256, 8, "DeepSeekV3", **groups), fp32),
-        *(Case(name, launch) for name, launch in exchange_launches().items()),
         _grouped_gemm(bf16),
         QWEN3.case(8192, bf16),
         QWEN3.case(8192, fp32),
@@ -278,8 +304,8 @@ def cases() -> list[Case]:
         QWEN3.training_case(8192, fp32),
         *(_training(layer) for layer in LAYERS if layer.bias or layer.weight_on_input),
         *_quantized_layers(),
-        *of_every_format(long_rows),
-        *adapters(EVERYWHERE),
+        *_of_every_format(quantisers),
+        *frozen_cases(EVERYWHERE),
         *_on(
             EVERY_KIND,
             *_at_every_tile(QWEN3, bf16),
@@ -293,7 +319,7 @@ def cases() -> list[Case]:
             *(QWEN3.training_case(T, bf16, added=True) for T in (512, 16384)),
             replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
-            *adapters(OF_EVERY_KIND),
+            *frozen_cases(OF_EVERY_KIND),
         ),
         *_on(
             EVERY_TOOLCHAIN,
@@ -310,8 +336,8 @@ def cases() -> list[Case]:
             _route(Routing(256, 8, "MiniMax2"), fp32),
             _route_backward(Routing(64, 4, MINIMAX_M2), bf16),
             _route_backward(Routing(2048, 64, "Default"), fp16),
-            *long_rows,
-            *of_every_format(unaligned),
+            *quantisers,
+            *_of_every_format(unaligned),
         ),
         *_on(
             MEASURED,
@@ -319,9 +345,9 @@ def cases() -> list[Case]:
             *_training_at_every_tile(fp16),
             *(layer.case(1, bf16) for layer in LAYERS),
             *(layer.case(num_tokens, bf16) for layer in OTHER_SIZES for num_tokens in (1, 8192)),
-            *quantisers(16, 7168, 8, bf16),
-            *of_every_format(quantisers(64, 2880, 8, fp32)),
+            *_quantisers(16, 7168, 8, bf16),
+            *_of_every_format(_quantisers(64, 2880, 8, fp32)),
             *unaligned,
-            *adapters(OTHERS),
+            *frozen_cases(OTHERS),
         ),
     ]

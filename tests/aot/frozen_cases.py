@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -58,8 +57,8 @@ OTHERS = (
 )
 
 
-def adapters(shapes: Sequence[tuple[Any, ...]]) -> list[Case]:
+def frozen_cases(shapes: tuple[Any, ...]) -> list[Case]:
     return [
-        Case(f"adapters on {shape[0]} T={shape[1]} {shape[2]}", partial(train_adapters, *shape), 96)
-        for shape in shapes
+        Case(f"adapters on {scheme} T={T} {dtype}", partial(train_adapters, scheme, T, dtype), 96)
+        for scheme, T, dtype in shapes
     ]
