@@ -131,7 +131,7 @@ LAYERS = (
         bias=True,
         interleaved=True,
         transposed=True,
-    ),
+    ),  # fmt: skip
     Layer("gpt-oss-120b, rows first", 128, 4, 2880, 2880, bias=True, interleaved=True),
     Layer("Nemotron-3-Nano", 128, 6, 2688, 1856, Activation("relu2")),
     Layer("GeGLU", 64, 8, 2048, 1024, Activation("geglu")),
