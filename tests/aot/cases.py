@@ -122,20 +122,13 @@ OTHER_SIZES = (  # with QWEN3's GEMMs
 LAYERS = (
     Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True),
     Layer(
-        "gpt-oss-120b",
-        128,
-        4,
-        2880,
-        2880,
-        Activation.swiglu_oai(),
-        bias=True,
-        interleaved=True,
-        transposed=True,
-    ),  # fmt: skip
+        "gpt-oss-120b", 128, 4, 2880, 2880, Activation.swiglu_oai(),
+        bias=True, interleaved=True, transposed=True,
+    ),
     Layer("gpt-oss-120b, rows first", 128, 4, 2880, 2880, bias=True, interleaved=True),
     Layer("Nemotron-3-Nano", 128, 6, 2688, 1856, Activation("relu2")),
     Layer("GeGLU", 64, 8, 2048, 1024, Activation("geglu")),
-)
+)  # fmt: skip
 # No multiple of 8: neither tensor descriptors nor wide loads can be used. A path for completeness.
 UNALIGNED = Layer("DeepSeek-V2-Lite with I=1407", 64, 6, 2048, 1407)
 
