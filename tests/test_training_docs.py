@@ -23,7 +23,9 @@ def test_the_python_runs(monkeypatch, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     names: dict = {}
     exec("\n".join(blocks), names)
-    assert len(blocks) == 4 and (tmp_path / "adapter" / "adapter_config.json").exists()
+    assert len(blocks) == 5 and (tmp_path / "adapter" / "adapter_config.json").exists()
+    experts = names["layer"].experts
+    assert experts.gate_up_proj.main_grad.any() and experts.down_proj.main_grad.any()
     trained = {n: p for n, p in names["model"].named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
     assert all(p.grad is not None for p in trained.values())
