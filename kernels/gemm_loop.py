@@ -12,6 +12,7 @@ import triton.language as tl
 from tmoe.kernels.casts import widen
 from tmoe.kernels.e2m1_pairs import in_thread_order
 from tmoe.kernels.gemm_tile import finish_tile, weight_rows
+from tmoe.kernels.low_rank import add_low_rank
 from tmoe.kernels.weight_codes import (
     PLAIN_CODES,
     add_block_scaled,
@@ -41,12 +42,12 @@ def add_product(acc, a, w, factor, PRECISION: tl.constexpr, NARROW: tl.constexpr
 
 @triton.jit
 def compute_tile(
-    operands, problem, scales, a, tile, tile_n,
+    operands, problem, scales, adapter, a, tile, tile_n,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr, CODES: tl.constexpr,
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """All rows of one row tile, which has room for BLOCK_M, and the columns of one column tile."""
     expert, first_row, end_row = tile
@@ -144,6 +145,10 @@ def compute_tile(
     if NARROW:
         acc = acc.T
     acc = apply_whole_scales(scales, acc, expert, a_rows, w_rows, N * (COLUMNS // BLOCK_N), CODES)
+    if adapter[0] is not None:
+        acc = add_low_rank(
+            adapter, acc, expert, rows, in_expert, w_rows, PRECISION, BLOCK_M, BLOCK_R
+        )
     finish_tile(
         problem, acc, expert, rows, in_expert, slots, tile_n,
         ACTIVATION, GATED, INTERLEAVED, ROW_WEIGHT, BLOCK_M, BLOCK_N,

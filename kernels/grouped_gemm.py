@@ -41,6 +41,7 @@ from tmoe.kernels.launch import (
     pdl_options,
     supports_tma,
 )
+from tmoe.kernels.low_rank import NO_ARGUMENTS, LowRankRows
 from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import PLAIN, Scales
@@ -63,18 +64,20 @@ def _grouped_gemm_kernel(
     out_scale_ptr,  # fp32, one or (E,): `out` receives e4m3 codes under it; or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
+    low_ptr,  # (S, R)  rows times an adapter's first factor; or None
+    up_ptr,  # (E, N, R); GATED: (E, 2N, R)  its second factor; or None
     row_to_slot_ptr,  # (S,)
     tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
     num_tiles_ptr,  # (1,)
     max_tiles, N, D, top_k, stride_out, stride_before, a_strides, w_strides,
     a_scale_strides, w_scale_strides, w_global_strides, a_blocks_strides,
-    stride_out_scale, bias_strides, alpha, limit,
+    stride_out_scale, bias_strides, R, stride_low, up_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATHER: tl.constexpr, ROW_WEIGHT: tl.constexpr,  # "none", on the "input" or on the "output"
     CODES: tl.constexpr,  # what w and a are, if they are codes: `Codes`
     A_IS_DESC: tl.constexpr, W_IS_DESC: tl.constexpr, D_IS_LAST: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP_M: tl.constexpr, HALVE_TAILS: tl.constexpr, PERSISTENT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +96,7 @@ def _grouped_gemm_kernel(
         a_scale_ptr, w_scale_ptr, w_global_ptr, a_scale_strides, w_scale_strides, w_global_strides,
         a_blocks_ptr, a_blocks_strides,
     )  # fmt: skip
+    adapter = (low_ptr, up_ptr, R, stride_low, up_strides)
     num_tiles = tl.load(num_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
@@ -101,10 +105,10 @@ def _grouped_gemm_kernel(
             tile_m, tile_n = tile_position(index, num_tiles, tiles_n, GROUP_M)
             tile = load_tile(tiles_ptr, tile_m)
             compute_tile(
-                operands, problem, scales, a, tile, tile_n,
+                operands, problem, scales, adapter, a, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
-                BLOCK_M, BLOCK_N, BLOCK_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
             )  # fmt: skip
     else:
         # In the order that max_tiles would have, so that no load has to wait for num_tiles.
@@ -112,17 +116,17 @@ def _grouped_gemm_kernel(
         tile = load_tile(tiles_ptr, tile_m)
         if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
             compute_tile(
-                operands, problem, scales, a_half, tile, tile_n,
+                operands, problem, scales, adapter, a_half, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
-                BLOCK_M // 2, BLOCK_N, BLOCK_D,
+                BLOCK_M // 2, BLOCK_N, BLOCK_D, BLOCK_R,
             )  # fmt: skip
         elif tile_m < num_tiles:
             compute_tile(
-                operands, problem, scales, a, tile, tile_n,
+                operands, problem, scales, adapter, a, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
-                BLOCK_M, BLOCK_N, BLOCK_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_R,
             )  # fmt: skip
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,6 +142,7 @@ def grouped_gemm(
     scales: Scales = PLAIN,
     before: Tensor | None = None,
     bias: Tensor | None = None,
+    adapter: LowRankRows | None = None,
     row_weight: Tensor | None = None,
     weight_on_input: bool = False,
     gather: bool = False,
@@ -155,6 +160,7 @@ def grouped_gemm(
     into a. `out` has unit column stride; a, w and out share one dtype: fp32, fp16 or bf16. Rows
     from expert_offsets[E] on are not written. before: receives what is activated, for a backward:
     (S, N) or (S, 2N), columns in the order of w's rows, unit column stride, any float dtype.
+    adapter: joins the product before bias and routing weight.
 
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
@@ -163,6 +169,7 @@ def grouped_gemm(
     takes.
     """
     if tile.specialized:
+        assert adapter is None and before is None
         return fp8_blocks_gemm(
             out, a, w, order, tile, scales, bias=bias, row_weight=row_weight,
             activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit,
@@ -188,15 +195,17 @@ def grouped_gemm(
     a_halves = a_tiles
     if a_tiles is not None and tile.halves_tails:
         a_halves = describe_rows(a, tile.block_m // 2, block_a)
+    low, up, rank, stride_low, up_strides = NO_ARGUMENTS if adapter is None else adapter.arguments
     launch(
         _grouped_gemm_kernel, (programs,),
         out if scales.out is None else out.view(torch.uint8), before,
         a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
-        bias, row_weight, order.row_to_slot, order.tiles, order.num_tiles,
+        bias, row_weight, low, up, order.row_to_slot, order.tiles, order.num_tiles,
         max_tiles, N, D, order.top_k, out.stride(0),
         0 if before is None else before.stride(0), a.stride(), w.stride(),
         *scales.strides,
-        (0, 0) if bias is None else bias.stride(), alpha, None if limit == math.inf else limit,
+        (0, 0) if bias is None else bias.stride(), rank, stride_low, up_strides,
+        alpha, None if limit == math.inf else limit,
         ACTIVATION=activation, GATED=gated, INTERLEAVED=interleaved, GATHER=gather,
         ROW_WEIGHT="none" if row_weight is None else "input" if weight_on_input else "output",
         CODES=scales.codes(a, columns // 2, N if halves else 0),
@@ -204,6 +213,7 @@ def grouped_gemm(
         EVEN_D=D % tile.block_d == 0,
         PRECISION=fp32_precision(),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=tile.block_d, GROUP_M=tile.group_m,
+        BLOCK_R=16 if adapter is None else adapter.block_r,
         HALVE_TAILS=tile.halves_tails, PERSISTENT=tile.persistent, NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(out.device),
     )  # fmt: skip

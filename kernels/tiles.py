@@ -178,6 +178,23 @@ DESCRIBED = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
 
 
+def low_rank_tile(block_m: int, rank: int, dtype: torch.dtype) -> Tile:
+    """For products with one factor of an adapter: up to 64 columns in a tile. Not measured."""
+    columns = 16
+    while columns < min(rank, 64):
+        columns *= 2
+    return (
+        Tile(block_m, columns, 64, 4, 2) if dtype.itemsize < 4 else Tile(block_m, columns, 16, 8, 2)
+    )
+
+
+def frozen_gradient_tile(block_m: int, dtype: torch.dtype) -> Tile:
+    """For `frozen_gradient`, whose steps take `block_d` rows of codes apart. Not measured."""
+    if dtype.itemsize == 4:
+        return Tile(block_m, 64, 16, 8, 2)
+    return Tile(block_m, 128, 64, 8, 2) if block_m >= 128 else Tile(block_m, 128, 32, 4, 3)
+
+
 def tile_table(
     device: torch.device, dtype: torch.dtype, *, described: bool = True
 ) -> tuple[LayerTiles, ...]:

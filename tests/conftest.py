@@ -31,11 +31,11 @@ def pytest_collection_finish():
     gc.freeze()  # torch's objects stay: no search for garbage need go through them again
 
 
-def pytest_collection_modifyitems(items):
-    if HAS_GPU:
-        return
+def pytest_collection_modifyitems(items, config):
     for item in items:
-        if "gpu" in item.keywords:
+        if "slow" in item.keywords and "slow" not in config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
+        if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

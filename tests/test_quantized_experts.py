@@ -303,7 +303,6 @@ def test_bad_input():
     )
     refused(ValueError, "input_scale must be None for fp8_block", input_scale=torch.tensor(1.0))
     refused(TypeError, "x must have dtype", x=torch.randn(T, H, dtype=torch.float64))
-    refused(tmoe.NoBackendError, "no backward", x=torch.randn(T, H, requires_grad=True))
     with pytest.raises(ValueError, match="fp8_block takes weights from tmoe.quantize"):
         weights = [w.dequantize() for w in make_weights(SCHEMES["fp8_block"].weights[0])]
         tmoe.fused_experts(torch.randn(T, H), *weights, *make_inputs()[1:], scheme="fp8_block")

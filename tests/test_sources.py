@@ -16,11 +16,12 @@ SOFT_CAP, HARD_CAP = 300, 400  # lines
 
 # Each room (a folder, or a module of tmoe/) and the rooms it may import. A room stands below all it
 # imports, so that no arrow goes back. `*` is everything public: `import tmoe`.
-WORDS = ("checks", "activation", "routing", "formats")
+WORDS = ("checks", "activation", "low_rank", "routing", "formats")
 ROOMS = {
     "kernels": (),
     "checks": (),
     "activation": ("kernels", "checks"),
+    "low_rank": (),
     "routing": ("checks",),
     "registry": (),
     "options": ("checks", "registry"),
@@ -37,6 +38,7 @@ ROOMS = {
     "nn": (*WORDS, "arguments", "ops"),
     "checkpoints": ("checks", "formats", "progress", "version", "whole_file"),
     "integrations": (*WORDS, "progress", "arguments", "ops", "nn", "checkpoints"),
+    "lora": ("checks", "formats", "nn", "integrations", "low_rank", "whole_file"),
     "doctor": ("*",),
     "demo": ("*",),
     "parallel": ("*", "demo"),

@@ -18,6 +18,7 @@ from .dispatch.measure import autotune  # noqa: E402
 from .dispatch.prepared import prepare, prepared, release  # noqa: E402
 from .dispatch.resolve import NoBackendError  # noqa: E402
 from .formats import QuantizedTensor  # noqa: E402
+from .low_rank import LowRank  # noqa: E402
 from .ops import (  # noqa: E402
     dequantize,
     fused_experts,
@@ -42,7 +43,7 @@ from .routing import (  # noqa: E402
 from .version import __version__  # noqa: E402, F401
 
 if _TYPE_CHECKING:
-    from . import integrations
+    from . import integrations, lora
     from .integrations.transformers import from_pretrained, replace_moe
     from .nn import Experts, MoE, Router, RoutingReplay, watch_load
 
@@ -50,6 +51,7 @@ __all__ = [
     "Activation",
     "ExpertLoad",
     "Experts",
+    "LowRank",
     "MoE",
     "NoBackendError",
     "QuantizedTensor",
@@ -67,6 +69,7 @@ __all__ = [
     "grouped_gemm",
     "integrations",
     "load_balancing_loss",
+    "lora",
     "moe",
     "options",
     "pack_topk",
@@ -92,6 +95,7 @@ _LAZY = {
     "from_pretrained": "tmoe.integrations.transformers",
     "replace_moe": "tmoe.integrations.transformers",
     "integrations": "tmoe.integrations",
+    "lora": "tmoe.lora",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from .checks import expect, expect_type
 from .formats import QuantizedTensor
@@ -186,11 +187,36 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd wants gradients. An exported program serves, so it may take any forward."""
+    """Whether autograd wants gradients. An exported program serves, so it may take any forward.
+
+    Raises:
+        RuntimeError: torch.func, or forward-mode differentiation, wants them. Neither goes through
+            operators of torch.library, and the second would take the result for a constant.
+    """
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(tensors)
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_exporting()
         and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    )
+
+
+def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
+    level = torch.autograd.forward_ad._current_level
+    kinds = {str(i.key()) for i in torch._C._functorch.get_interpreter_stack() or ()}
+    dual = level >= 0 and any(
+        tensor is not None and unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+    if dual or "TransformType.Jvp" in kinds:
+        got = "forward-mode differentiation (torch.func.jvp, forward_ad)"
+    elif "TransformType.Grad" in kinds and torch.is_grad_enabled():
+        got = "torch.func.grad and what is built on it (vjp, jacrev, hessian)"
+    else:
+        return
+    raise RuntimeError(
+        f"tmoe's operators can't be differentiated by {got}; use torch.autograd.grad or backward() "
+        "instead. torch.func.functional_call, and vmap without gradients, work"
     )
 
 

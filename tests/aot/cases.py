@@ -11,16 +11,18 @@ one GPU of those that share its way (targets.py): all else would find the same f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.aot.case import Case
 from tests.aot.exchange_cases import launches as exchange_launches
+from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, frozen_cases
 from tests.aot.quantiser_cases import launches as quantiser_launches
-from tests.aot.targets import EVERY_GPU, EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
+from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import ExpertGradients, ExpertsSpec, RouteInputs
@@ -32,14 +34,6 @@ from tmoe.routing.rule import TINY
 
 DEVICE = torch.device("meta")
 BACKEND = TritonBackend()
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    launch: Callable[[], object]
-    max_spilled: int = 64  # bytes per thread: a few registers, outside the inner loop
-    gpus: Collection[str] = EVERY_GPU  # names of the targets that it is compiled for
 
 
 @dataclass(frozen=True)
@@ -128,20 +122,13 @@ OTHER_SIZES = (  # with QWEN3's GEMMs
 LAYERS = (
     Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True),
     Layer(
-        "gpt-oss-120b",
-        128,
-        4,
-        2880,
-        2880,
-        Activation.swiglu_oai(),
-        bias=True,
-        interleaved=True,
-        transposed=True,
+        "gpt-oss-120b", 128, 4, 2880, 2880, Activation.swiglu_oai(),
+        bias=True, interleaved=True, transposed=True,
     ),
     Layer("gpt-oss-120b, rows first", 128, 4, 2880, 2880, bias=True, interleaved=True),
     Layer("Nemotron-3-Nano", 128, 6, 2688, 1856, Activation("relu2")),
     Layer("GeGLU", 64, 8, 2048, 1024, Activation("geglu")),
-)
+)  # fmt: skip
 # No multiple of 8: neither tensor descriptors nor wide loads can be used. A path for completeness.
 UNALIGNED = Layer("DeepSeek-V2-Lite with I=1407", 64, 6, 2048, 1407)
 
@@ -311,6 +298,7 @@ def cases() -> list[Case]:
         *(_training(layer) for layer in LAYERS if layer.bias or layer.weight_on_input),
         *_quantized_layers(),
         *_of_every_format(quantisers),
+        *frozen_cases(EVERYWHERE),
         *_on(
             EVERY_KIND,
             *_at_every_tile(QWEN3, bf16),
@@ -324,6 +312,7 @@ def cases() -> list[Case]:
             *(QWEN3.training_case(T, bf16, added=True) for T in (512, 16384)),
             replace(UNALIGNED.training_case(8192, bf16), max_spilled=640),
             *_quantized_layers_at_every_height(),
+            *frozen_cases(OF_EVERY_KIND),
         ),
         *_on(
             EVERY_TOOLCHAIN,
@@ -352,5 +341,6 @@ def cases() -> list[Case]:
             *_quantisers(16, 7168, 8, bf16),
             *_of_every_format(_quantisers(64, 2880, 8, fp32)),
             *unaligned,
+            *frozen_cases(OTHERS),
         ),
     ]

@@ -26,7 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tests.aot.cases import Case, cases
+from tests.aot.case import Case
+from tests.aot.cases import cases
 from tests.aot.targets import TARGETS, Target
 
 

@@ -104,11 +104,15 @@ def test_the_torch_backend_refuses_batch_invariance_of_its_matmuls():
     assert torch_backend.why_not(problem(op="quantize", batch_invariant=True)) is None
 
 
-def test_quantised_weights_have_no_gradients():
-    torch_backend = registry.load("torch")
-    assert torch_backend.why_not(problem(scheme="fp8_block")) is None
-    assert "fp8_block" in torch_backend.why_not(problem(scheme="fp8_block", needs_grad=True))
-    assert torch_backend.why_not(problem(op="quantize", scheme="fp8_block")) is None
+def test_who_trains_on_quantised_weights():
+    triton = registry.load("triton")
+    known = {"dtype": torch.bfloat16, "scheme": "fp8_block", "needs_grad": True}
+    for adapters in (False, True):
+        reason = triton.why_not(problem(**known, has_lora=adapters))
+        assert reason is None or "needs a GPU" in reason
+    gemm = triton.why_not(problem(**known, op="grouped_gemm"))
+    assert "no backward" in gemm or "needs a GPU" in gemm
+    assert registry.load("torch").why_not(problem(**known, op="grouped_gemm")) is None
 
 
 def test_gradients_take_a_backend_that_has_them_and_say_so():

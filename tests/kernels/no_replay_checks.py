@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import torch
 import triton
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmoe
 from tests.kernels import off_device
-from tests.kernels.replaying import BF16, E, H, I, K, experts, is_replayed, tensors
+from tests.kernels.replaying import BF16, E, H, I, K, adapted, experts, is_replayed, tensors
 from tmoe import registry
 from tmoe.dispatch import measure, prepared
 from tmoe.library import shortcut
@@ -140,6 +141,14 @@ def check_what_changes_the_meaning():
     with torch.device("cpu"):
         call()
     torch.func.vmap(lambda _: call())(torch.ones(2))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given["x"], given["x"])
+        try:
+            tmoe.fused_experts(**given | {"x": dual})
+        except RuntimeError as error:
+            assert "can't be differentiated" in str(error)
+        else:
+            raise AssertionError("the result was taken for a constant")
     given["x"].requires_grad_()
     with torch.enable_grad():
         assert call().requires_grad
@@ -164,8 +173,8 @@ def check_bad_input_after_good():
 
 def check_nothing_is_kept():
     """Of tensors: neither by what was recorded, nor by who noted it."""
-    for _ in range(2):  # recorded, replayed
-        call, inputs = experts(57)
+    for make in (experts, experts, adapted, adapted):  # recorded, replayed
+        call, inputs = make(57)
         result = call()
         alive = [weakref.ref(x) for x in (*inputs, result)]
         del call, inputs, result

@@ -14,7 +14,18 @@ from torch import Tensor
 
 import tmoe
 from tests.kernels import no_replay_checks, off_device
-from tests.kernels.replaying import BF16, Case, E, H, I, check_replay, experts, moved, tensors
+from tests.kernels.replaying import (
+    BF16,
+    Case,
+    E,
+    H,
+    I,
+    adapted,
+    check_replay,
+    experts,
+    moved,
+    tensors,
+)
 from tmoe.formats import SCHEMES
 from tmoe.ops import router
 
@@ -89,6 +100,11 @@ def check_quantised():
                 return lambda: tmoe.fused_experts(**given, scheme=name), plain
 
             check_replay(case)
+
+
+def check_adapters():
+    for T in (1, 17):
+        check_replay(lambda T=T: adapted(T))
 
 
 def check_routers_and_gemm():

@@ -101,6 +101,18 @@ def experts(T: int, dtype: torch.dtype = BF16, change: dict | None = None, **key
     return lambda: tmoe.fused_experts(**given, **keywords), list(given.values())
 
 
+def adapted(T: int, scaling: float = 1.0) -> Case:
+    """Frozen experts with frozen adapters."""
+    given = tensors(T)
+    shapes = {"gate_up": ((E, 4, H), (E, 2 * I, 4)), "down": ((E, 4, I), (E, H, 4))}
+    factors = {name: [torch.randn(shape).to(BF16) for shape in s] for name, s in shapes.items()}
+    loras = {f"{name}_lora": tmoe.LowRank(*pair, scaling) for name, pair in factors.items()}
+    return lambda: tmoe.fused_experts(**given, **loras), [
+        *given.values(),
+        *sum(factors.values(), []),
+    ]
+
+
 def moved(x: Tensor, elements: int = 1) -> Tensor:
     """A copy that starts so many elements behind an aligned address."""
     memory = x.new_empty(x.numel() + elements)

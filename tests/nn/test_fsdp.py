@@ -1,5 +1,10 @@
 """FSDP2 around the layer: shards, gathers and reduces, with the same numbers."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.nn.layers import H, make_layer
 from tests.nn.test_training import gradients
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -38,3 +45,20 @@ def test_mixed_precision_leaves_the_correction_bias_alone(mesh):
     layer(torch.randn(8, H)).sum().backward()
     assert layer.gate.e_score_correction_bias.dtype == torch.float32
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_two_ranks(tmp_path):
+    """Sharded and reduced over two processes: every layer of layers.py, bf16 parameters with fp32
+    sums, adapters on plain and on quantised experts."""
+    command = [sys.executable, "-m", "tests.nn.fsdp_rank"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=300)
+        assert rank.returncode == 0, errors

@@ -109,12 +109,15 @@ def test_state_dict_copies_and_devices(tmp_path):
     assert "experts.gate_up_proj" in names and "experts.down_proj" in names
 
 
-def test_it_says_what_runs_and_refuses_to_train():
+def test_it_says_what_runs_and_is_frozen():
     layer = tmoe.MoE.quantized(make_layer(), "fp8_block")
     with torch.no_grad():
         decision = tmoe.explain(layer)
         assert "fp8_block" in str(decision) and decision.chosen == "torch"
-    with pytest.raises(tmoe.NoBackendError, match="no backward"):
-        layer(torch.randn(2, 64, requires_grad=True))
+    x = torch.randn(2, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.any() and layer.experts.down_proj.grad is None
+    with pytest.raises(ValueError, match="train adapters on it"):
+        layer.requires_grad_(True)
     with pytest.raises(ValueError, match="scheme must be"):
         make_layer(scheme="int3")

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from tmoe.kernels.route_ref import count_ref, route_ref, softmax_ref
 
-from ..dispatch.backend import NO_SCALES
+from ..dispatch.backend import NO_ADAPTERS, NO_SCALES
 from ..dispatch.problem import (
+    Adapters,
     ExpertGradients,
     ExpertsSpec,
+    FrozenGradients,
     GemmGradients,
     Problem,
     Routed,
@@ -43,8 +45,8 @@ class TorchBackend:
     def why_not(self, problem: Problem) -> str | None:
         if problem.batch_invariant and problem.op not in ("route", "quantize"):
             return "not batch invariant: torch's matmul picks its kernel by the number of rows"
-        if problem.scheme is not None and problem.op != "quantize" and problem.needs_grad:
-            return f"{problem.scheme} weights have no backward, and gradients are needed"
+        if problem.needs_grad and problem.coded:
+            return "an input that is quantised already has no backward, and gradients are needed"
         return None
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
@@ -103,9 +105,10 @@ class TorchBackend:
         spec: ExpertsSpec,
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
         tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        y, _ = self._experts(*tensors, spec, scales)
+        y, _ = self._experts(*tensors, spec, scales, adapters)
         return y if out is None else out.copy_(y)
 
     def train_experts(
@@ -150,6 +153,50 @@ class TorchBackend:
             )  # fmt: skip
         return ExpertGradients(*_gradients(y, leaves, wanted, dy, sums))
 
+    def train_frozen(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        y, product = self._experts(*tensors, spec, scales, adapters)
+        return y, product.to(x.dtype)
+
+    def frozen_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+        kept: Tensor | None,
+        wanted: FrozenGradients,
+        may_write_kept: bool,
+    ) -> FrozenGradients:
+        """The whole forward again, and its derivative by autograd."""
+        leaves = _leaves((x, topk_weights, gate_up_bias, down_bias, *adapters), wanted)
+        x, topk_weights, gate_up_bias, down_bias, *rest = leaves
+        with torch.enable_grad():
+            y, _ = self._experts(
+                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
+                scales, Adapters(*rest),
+            )  # fmt: skip
+        return FrozenGradients(*_gradients(y, leaves, wanted, dy, FrozenGradients()))
+
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,
         wanted: GemmGradients, sums: GemmGradients,
@@ -170,6 +217,7 @@ class TorchBackend:
         down_bias: Tensor | None,
         spec: ExpertsSpec,
         scales: StaticScales = NO_SCALES,
+        adapters: Adapters = NO_ADAPTERS,
         product: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The result, and what was activated; `product` is that, if it is known."""
@@ -191,16 +239,19 @@ class TorchBackend:
         if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
             inputs = SCHEMES[spec.scheme].inputs if spec.scheme else None
             rows = clear_tail(rows.float(), offsets)
-            if not is_coded:
-                rows = rounded(rows, inputs, scales.input, offsets)
-            product = project(rows, gate_up_proj, gate_up_bias, offsets)
-            rows = _activate(product, spec)
-            rows = rounded(clear_tail(rows, offsets), inputs, scales.hidden, offsets)
-            rows = project(rows, down_proj, down_bias, offsets)
+            codes = rows if is_coded else rounded(rows, inputs, scales.input, offsets)
+            product = project(codes, gate_up_proj, gate_up_bias, offsets)
+            product = _add_low_rank(product, rows, *adapters[:2], offsets)
+            rows = clear_tail(_activate(product, spec), offsets)
+            codes = rounded(rows, inputs, scales.hidden, offsets)
+            result = project(codes, down_proj, down_bias, offsets)
+            rows = _add_low_rank(result, rows, *adapters[2:], offsets)
         else:
             product = GroupedMatmul.apply(rows, gate_up_proj, gate_up_bias, offsets, product)
+            product = _add_low_rank(product, rows, *adapters[:2], offsets)
             rows = _activate(product.to(wide), spec).to(dtype)
-            rows = GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
+            result = GroupedMatmul.apply(rows, down_proj, down_bias, offsets)
+            rows = _add_low_rank(result, rows, *adapters[2:], offsets)
 
         slots = rows.index_select(0, order.slot_to_row).view(T, K, H)
         slots = slots.masked_fill(~order.local.unsqueeze(-1), 0.0)
@@ -255,6 +306,16 @@ def _sort(topk_ids: Tensor, first_expert: int, num_local: int) -> _Order:
     rows = torch.arange(keys.numel(), device=keys.device)
     slot_to_row = torch.empty_like(rows).scatter_(0, row_to_slot, rows)
     return _Order(expert_offsets, row_to_slot, slot_to_row, local)
+
+
+def _add_low_rank(
+    product: Tensor, rows: Tensor, a: Tensor | None, b: Tensor | None, offsets: Tensor
+) -> Tensor:
+    """product (S, N) + (rows (S, D) @ a[e].T) @ b[e].T"""
+    if a is None or b is None:
+        return product
+    low = GroupedMatmul.apply(rows.to(a.dtype), a, None, offsets).to(a.dtype)
+    return product + GroupedMatmul.apply(low, b, None, offsets)
 
 
 def _activate(hidden: Tensor, spec: ExpertsSpec) -> Tensor:

@@ -25,9 +25,11 @@ from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
 
-from ..dispatch.backend import NO_SCALES, Replayed
+from ..dispatch.backend import NO_ADAPTERS, NO_SCALES, Replayed
 from ..dispatch.problem import (
+    Adapters,
     ExpertsSpec,
+    FrozenGradients,
     Problem,
     Routed,
     RouteInputs,
@@ -41,6 +43,8 @@ from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
 from .triton_candidates import candidates
+from .triton_frozen import frozen_backward
+from .triton_low_rank import low_rank_rows
 from .triton_quantized import form, quantized_experts, quantized_grouped_gemm
 from .triton_tiles import TABLE, Probe, Tiles, fastest, tiles_name
 from .triton_training import experts_backward, grouped_gemm_backward
@@ -74,8 +78,10 @@ class TritonBackend:
             )
         if machine.capability is not None and machine.capability < (8, 0):
             return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
-        if problem.needs_grad and problem.scheme is not None:
-            return f"{problem.scheme} weights have no backward, and gradients are needed"
+        if problem.needs_grad and problem.coded:
+            return "an input that is quantised already has no backward, and gradients are needed"
+        if problem.needs_grad and problem.scheme is not None and problem.op != "fused_experts":
+            return f"{problem.op} with {problem.scheme} weights has no backward here"
         if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts", "route"):
             return f"the kernels of {problem.op} have no backward, and gradients are needed"
         if problem.dtype not in DTYPES:
@@ -218,15 +224,12 @@ class TritonBackend:
         spec: ExpertsSpec,
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
-        if isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor):
-            return quantized_experts(
-                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias,
-                spec, out, scales, self._tiles,
-            )  # fmt: skip
-        return self._experts(
-            x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec, out
-        )
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        if isinstance(gate_up_proj, QuantizedTensor):
+            return quantized_experts(*tensors, spec, out, scales, self._tiles, adapters)  # type: ignore[arg-type]
+        return self._experts(*tensors, spec, out, adapters=adapters)
 
     def train_experts(
         self,
@@ -246,6 +249,39 @@ class TritonBackend:
         )  # fmt: skip
         return y, kept
 
+    def train_frozen(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+    ) -> tuple[Tensor, Tensor]:
+        kept = x.new_empty(topk_ids.numel(), gate_up_proj.shape[1])
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        if isinstance(gate_up_proj, QuantizedTensor):
+            y = quantized_experts(*tensors, spec, None, scales, self._tiles, adapters, kept)  # type: ignore[arg-type]
+        else:
+            y = self._experts(*tensors, spec, None, kept, adapters)
+        return y, kept
+
+    def frozen_backward(
+        self, dy: Tensor, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, topk_weights: Tensor,
+        topk_ids: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, spec: ExpertsSpec,
+        scales: StaticScales, adapters: Adapters, kept: Tensor | None, wanted: FrozenGradients,
+        may_write_kept: bool,
+    ) -> FrozenGradients:  # fmt: skip
+        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+        if kept is None:
+            _, kept = self.train_frozen(*tensors, spec, scales, adapters)
+            may_write_kept = True
+        return frozen_backward(dy, *tensors, spec, adapters, kept, wanted, may_write_kept)
+
     experts_backward = staticmethod(experts_backward)
     grouped_gemm_backward = staticmethod(grouped_gemm_backward)
 
@@ -261,6 +297,7 @@ class TritonBackend:
         spec: ExpertsSpec,
         out: Tensor | None,
         before: Tensor | None = None,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
         """`before` receives what is activated, if it is given."""
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
@@ -277,16 +314,19 @@ class TritonBackend:
         )
         weights = topk_weights.contiguous()
         on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
+        adapter = low_rank_rows(x, adapters.gate_up_a, adapters.gate_up_b, order, gather=True)
         hidden = grouped_gemm(
             x.new_empty(S, I), x, gate_up_proj, order, tiles.gate_up, gather=True, before=before,
+            adapter=adapter,
             bias=gate_up_bias, row_weight=on_input, weight_on_input=True,
             activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
             alpha=activation.alpha, limit=activation.limit,
         )  # fmt: skip
-        rows = x.new_empty(S, H)
-        grouped_gemm(
-            rows, hidden, down_proj, order, tiles.down, bias=down_bias, row_weight=on_output
-        )
+        adapter = low_rank_rows(hidden, adapters.down_a, adapters.down_b, order)
+        rows = grouped_gemm(
+            x.new_empty(S, H), hidden, down_proj, order, tiles.down, adapter=adapter,
+            bias=down_bias, row_weight=on_output,
+        )  # fmt: skip
         if out is None:
             out = x.new_empty(T, H, dtype=result_dtype(x, spec.wide))
         return combine(rows, order.slot_to_row, out)

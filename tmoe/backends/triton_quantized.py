@@ -28,13 +28,15 @@ from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
 from ..checks import expect
-from ..dispatch.problem import ExpertsSpec, Problem, StaticScales, result_dtype
+from ..dispatch.backend import NO_ADAPTERS
+from ..dispatch.problem import Adapters, ExpertsSpec, Problem, StaticScales, result_dtype
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
 from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..options import current
+from .triton_low_rank import low_rank_rows
 from .triton_tiles import Tiles
 
 
@@ -69,16 +71,20 @@ def quantized_experts(
     out: Tensor | None,
     scales: StaticScales,
     all_tiles: Tiles,
+    adapters: Adapters = NO_ADAPTERS,
+    before: Tensor | None = None,
 ) -> Tensor:
     """x (T, H) bf16 or fp32, or quantised as the scheme's inputs are -> (T, H); see
-    `tmoe.dispatch.backend.Backend`."""
+    `tmoe.dispatch.backend.Backend`. `before` receives what is activated; then, and with adapters,
+    x isn't quantised, and the activated rows are stored as numbers."""
     assert spec.scheme is not None
     plain = x.data if isinstance(x, QuantizedTensor) else x
+    plain_rows = before is not None or any(factor is not None for factor in adapters)
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
     in_halves = activation.gated and not spec.interleaved
     kind = _kind(gate_up_proj, inputs)
-    if kind == "fp8 blocks" and (not in_halves or I % 64 == 0):
+    if kind == "fp8 blocks" and (not in_halves or I % 64 == 0) and not plain_rows:
         kind = _specialized(kind, x, gate_up_proj, down_proj)
     tiles = all_tiles.choose(
         x,
@@ -116,19 +122,28 @@ def quantized_experts(
         )  # fmt: skip
     # The first GEMM quantises what it stores if a static scale is known before the rows are, or if
     # its tiles have whole blocks of them.
-    static = scales.hidden if inputs is not None and inputs.format.scale is FLOAT32 else None
+    static = None
+    if inputs is not None and inputs.format.scale is FLOAT32 and not plain_rows:
+        static = scales.hidden
     blocks = None
     if tiles.gate_up.specialized and static is None:
         blocks = plain.new_empty(cdiv(I, 128), S, dtype=torch.float32).T  # by column
+    # Rows that were quantised have the weight in them already, and the adapter's get it here.
+    in_rows = weights if spec.weight_on_input and on_input is None else None
+    first = low_rank_rows(
+        plain, adapters.gate_up_a, adapters.gate_up_b, order, gather=True, row_weight=in_rows
+    )
     is_quantised = static is not None or blocks is not None
     hidden = grouped_gemm(
         plain.new_empty(S, I, dtype=torch.float8_e4m3fn if is_quantised else x.dtype),
         a.data, gate_up_proj.data, order, tiles.gate_up,
-        scales=_scales(gate_up_proj, a, static, blocks), bias=gate_up_bias,
+        scales=_scales(gate_up_proj, a, static, blocks), bias=gate_up_bias, adapter=first,
+        before=before,
         gather=gather, row_weight=on_input, weight_on_input=True,
         activation=activation.name, gated=activation.gated, interleaved=spec.interleaved,
         alpha=activation.alpha, limit=activation.limit,
     )  # fmt: skip
+    second = low_rank_rows(hidden, adapters.down_a, adapters.down_b, order)
     a = Inputs(hidden, blocks)
     if static is not None:
         a = Inputs(hidden, _of_rows(static, offsets, S))
@@ -139,7 +154,7 @@ def quantized_experts(
         )  # fmt: skip
     y = grouped_gemm(
         plain.new_empty(S, H, dtype=x.dtype), a.data, down_proj.data, order, tiles.down,
-        scales=_scales(down_proj, a),
+        scales=_scales(down_proj, a), adapter=second,
         bias=down_bias, row_weight=None if spec.weight_on_input else weights,
     )  # fmt: skip
     if out is None:
@@ -285,6 +300,11 @@ def _specialized(kind: str, x: Tensor, *weights: QuantizedTensor) -> str:
     """`kind` with specialised warps, if such inputs and weights suit them."""
     suits = x.dtype == torch.bfloat16 and all(is_one_matrix(w.data) for w in weights)
     return f"{kind}, specialized" if suits and specializes_warps(x.device) else kind
+
+
+def weight_scales(weight: QuantizedTensor) -> Scales:
+    """Of the weights alone, as a kernel takes them."""
+    return _scales(weight, Inputs(weight.data))
 
 
 def _scales(

@@ -3,8 +3,9 @@
     python -m tmoe.demo.train --out DIR --minutes 4                           one GPU
     python -m tmoe.demo.train --out DIR --device cpu --steps 20 --batch 4     a smoke run
 
-Writes config.json, model.safetensors (bf16) and training.json. Nothing is downloaded. On a GPU the
-model is bf16 throughout, and the optimizer works on an fp32 copy of the weights.
+Writes config.json, model.safetensors (bf16) and training.json. Nothing is downloaded. The experts
+and routers train on tmoe. On a GPU the model is bf16 throughout, and the optimizer works on an fp32
+copy of the weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+import tmoe
 
 from .checkpoint import load
 from .text import (
@@ -207,6 +210,7 @@ def main(
     torch.manual_seed(seed)
     with where:
         model = Qwen3MoeForCausalLM(model_config()).train()
+    tmoe.replace_moe(model)
     if where.type == "cuda":
         round_to_bf16(model)
     run = fit(

@@ -9,8 +9,10 @@ from torch import Tensor
 from ..formats.recipe import Recipe
 from ..routing import Routing
 from .problem import (
+    Adapters,
     ExpertGradients,
     ExpertsSpec,
+    FrozenGradients,
     GemmGradients,
     Problem,
     Routed,
@@ -19,6 +21,7 @@ from .problem import (
 )
 
 NO_SCALES = StaticScales()
+NO_ADAPTERS = Adapters()
 
 
 class Recording(Protocol):
@@ -109,7 +112,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """x (T, H) -> (T, H); ids outside the local experts contribute nothing.
 
-        With a scheme, the weights are `QuantizedTensor`s and `scales` may hold static ones.
+        With a scheme, the weights are `QuantizedTensor`s and `scales` may hold static ones. For a
+        problem with `has_lora` there is one more keyword, `adapters`, in x's dtype; they multiply
+        what reaches a projection before it is quantised.
         """
 
     def train_experts(
@@ -147,6 +152,40 @@ class Backend(Protocol):
         """The wanted gradients, each of its input's shape and dtype. `kept` is `train_experts`'
         second result; None: it wasn't kept. A weight's gradient that `sums` has a tensor for is
         added to that and not returned."""
+
+    def train_frozen(
+        self,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+    ) -> tuple[Tensor, Tensor]:
+        """`train_experts` of weights that are frozen, perhaps quantised and with adapters."""
+
+    def frozen_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+        kept: Tensor | None,
+        wanted: FrozenGradients,
+        may_write_kept: bool,
+    ) -> FrozenGradients:
+        """The wanted gradients; through the rounding of inputs they go straight."""
 
     def grouped_gemm_backward(
         self, dy: Tensor, a: Tensor, b: Tensor, expert_offsets: Tensor, bias: Tensor | None,

@@ -65,7 +65,8 @@ def _describe(layer: nn.Module, num_tokens: int) -> Problem:
     )
     assert isinstance(down_proj, Tensor)
     num_local, hidden, intermediate = down_proj.shape
-    if getattr(experts, "is_transposed", False):  # transformers' flag for (E, I, H)
+    # transformers' flag for (E, I, H), and that of our classes; see `is_transposed` there.
+    if getattr(experts, "stored_transposed", getattr(experts, "is_transposed", False)):
         hidden, intermediate = intermediate, hidden
     activation = getattr(experts, "activation", None)
     asked = current()

@@ -55,11 +55,33 @@ class ExpertGradients(NamedTuple):
     down_bias: Any = None
 
 
+class FrozenGradients(NamedTuple):
+    """The same of experts whose weights are frozen, and of adapters on them."""
+
+    x: Any = None
+    topk_weights: Any = None
+    gate_up_bias: Any = None
+    down_bias: Any = None
+    gate_up_a: Any = None
+    gate_up_b: Any = None
+    down_a: Any = None
+    down_b: Any = None
+
+
 class StaticScales(NamedTuple):
     """Scales of the experts' inputs that were measured beforehand: one number, or (E,)."""
 
     input: Tensor | None = None  # of the first projection's input
     hidden: Tensor | None = None  # of the second one's
+
+
+class Adapters(NamedTuple):
+    """Low-rank additions to the weights, one pair for each expert: W[e] + b[e] @ a[e]."""
+
+    gate_up_a: Tensor | None = None  # (E, rank, H)
+    gate_up_b: Tensor | None = None  # (E, 2I, rank)
+    down_a: Tensor | None = None  # (E, another rank, I)
+    down_b: Tensor | None = None  # (E, H, that rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +173,7 @@ class Problem:
     weight_on_input: bool = False
     scheme: str | None = None
     has_static_scales: bool = False  # of both projections' inputs
+    has_lora: bool = False  # low-rank adapters on frozen weights
     window: tuple[int, int] | None = None  # first and number of the local experts; None: all
     wide: bool = False  # a 16-bit input has its partial sum in float32
     coded: bool = False  # the input is quantised already, as the scheme has it
@@ -184,8 +207,8 @@ class Problem:
         parts += [self.scheme] if self.scheme else []
         parts += [f"{self.window[1]} local"] if self.window else []  # the same on every rank
         flags = (
-            "has_bias", "weight_on_input", "has_static_scales",
-            "wide", "coded", "needs_grad", "deterministic", "batch_invariant",
+            "has_bias", "weight_on_input", "has_static_scales", "has_lora", "wide", "coded",
+            "needs_grad", "deterministic", "batch_invariant",
         )  # fmt: skip
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.op}({', '.join(parts)}) on {self.machine.name or self.machine.device_type}"

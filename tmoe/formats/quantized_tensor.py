@@ -163,7 +163,10 @@ class QuantizedTensor(Tensor):
         return values.to(dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:
-        wanted = "False: quantised weights have no gradient; train an unquantised layer"
+        wanted = (
+            "False: quantised weights are frozen; train adapters on it (tmoe.lora.add), or train a "
+            "layer that isn't quantised and quantise it afterwards"
+        )
         expect(not requires_grad, "QuantizedTensor", "requires_grad", wanted, requires_grad)
         return self
 

@@ -1,6 +1,6 @@
 """The operations as torch.library ops, in `torch.ops.tmoe`."""
 
-from . import experts, quantize, route  # noqa: F401  (importing them defines the ops)
+from . import experts, frozen, quantize, route  # noqa: F401  (importing them defines the ops)
 from .operation import Operation
 from .shortcut import with_shortcut
 

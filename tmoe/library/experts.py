@@ -177,7 +177,7 @@ def _quantized_gemm_facts(a: Tensor, b: list[Tensor], *rest: Any) -> Facts:
 def _quantized_gemm(backend: Backend, a: Tensor, b: list[Tensor], *rest: Any) -> Tensor:
     expert_offsets, bias, a_scale, scheme, format, block, out = rest
     _expect_offsets(expert_offsets, a.shape[0])
-    weight = _weight(b, format, block, a)
+    weight = weight_of(b, format, block, a)
     return backend.grouped_gemm(a, weight, expert_offsets, bias, out, scheme, a_scale)
 
 
@@ -233,8 +233,8 @@ def _quantized_weights(*arguments: Any) -> ExpertWeights:
     x, gate_up, down, _, _, gate_up_bias, down_bias, input_scale, hidden_scale, *rest = arguments
     _, format, block, name, alpha, limit, interleaved, *_ = rest
     return ExpertWeights(
-        _weight(gate_up, format, block, x),
-        _weight(down, format, block, x),
+        weight_of(gate_up, format, block, x),
+        weight_of(down, format, block, x),
         _activation(name, alpha, limit),
         interleaved,
         gate_up_bias,
@@ -254,8 +254,8 @@ def _quantized(backend: Backend, *arguments: Any) -> Tensor:
     )
     return backend.fused_experts(
         x,
-        _weight(gate_up, format, block, x),
-        _weight(down, format, block, x),
+        weight_of(gate_up, format, block, x),
+        weight_of(down, format, block, x),
         topk_weights,
         topk_ids,
         gate_up_bias,
@@ -266,7 +266,7 @@ def _quantized(backend: Backend, *arguments: Any) -> Tensor:
     )
 
 
-def _weight(parts: list[Tensor], format: str, block: int, x: Tensor) -> QuantizedTensor:
+def weight_of(parts: list[Tensor], format: str, block: int, x: Tensor) -> QuantizedTensor:
     """The weight (E, N, D) that stands in an op's arguments as codes, scales and global scale."""
     data, scale, *global_scale = parts
     spec = FORMATS[format]

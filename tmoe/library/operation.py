@@ -54,6 +54,7 @@ class Facts(NamedTuple):
     has_bias: bool = False
     weight_on_input: bool = False
     has_static_scales: bool = False
+    has_lora: bool = False
     window: tuple[int, int] | None = None
     wide: bool = False
     coded: bool = False
@@ -256,7 +257,8 @@ class Operation:
         grads = [all_grads[i] for i in self.differentiated]
         found = op(grads, *arguments, wanted, ctx.backend)
         gradients = dict(zip(self.positions(wanted), found, strict=True))
-        return tuple(gradients.get(i) for i in range(len(arguments) + 1))
+        nothing = [[None] * len(arg) if isinstance(arg, list) else None for arg in arguments]
+        return (*(gradients.get(i, none) for i, none in enumerate(nothing)), None)
 
 
 _SAVED = object()  # stands where a tensor was

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..dispatch import prepared
@@ -27,6 +28,7 @@ from ..dispatch.backend import Replayed
 from ..dispatch.measure import tuning, when_times_change
 from ..dispatch.prepared import preparing
 from ..formats import QuantizedTensor
+from ..low_rank import LowRank
 from ..options import current
 
 MOST_KINDS = 1024
@@ -88,6 +90,7 @@ def _is_seen() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
         or torch.is_autocast_enabled("cuda")
@@ -111,6 +114,9 @@ def _describe(values: Iterable[Any], facts: list[Any], tensors: list[Tensor]) ->
         elif kind is QuantizedTensor:
             facts += (value.format, value.block_shape, value.shape, value.dtype)
             if not _describe(value.parts(), facts, tensors):
+                return False
+        elif kind is LowRank:
+            if not _describe(value, facts, tensors):
                 return False
         elif isinstance(value, Tensor):
             return False

@@ -163,7 +163,11 @@ class Training:
                 run = getattr(torch.ops.tmoe, f"{operation.name}_backward").default
                 found = run(grad, *arguments, kept, *asked)
             gradients |= zip(operation.positions(wanted), found, strict=True)
-        return tuple(gradients.get(i) for i in range(len(ctx.needs_input_grad)))
+        nothing = [
+            [None] * len(needed) if isinstance(needed, list | tuple) else None
+            for needed in ctx.needs_input_grad
+        ]
+        return tuple(gradients.get(i, none) for i, none in enumerate(nothing))
 
 
 _SAVED = object()  # stands where a tensor was

@@ -14,6 +14,7 @@ from ..checks import expect, expect_type
 from ..formats import SCHEMES, QuantizedTensor, Scheme
 from ..ops import fused_experts, quantize
 from .arguments import expect_parameter_dtype, expect_sizes
+from .lora import LORA, read_adapted
 
 
 class Experts(nn.Module):
@@ -134,6 +135,8 @@ class Experts(nn.Module):
         """A layer with the weights of `experts` (not quantised) as the scheme has them, and with
         static scales of the inputs, if they are given; the biases are shared."""
         expect_type(experts, Experts, "Experts.quantized", "experts")
+        wanted = "without adapters: merge and remove them first, or add them afterwards"
+        expect(not hasattr(experts, LORA), "Experts.quantized", "experts", wanted, "some")
         result = cls(
             experts.num_experts,
             experts.hidden_size,
@@ -164,9 +167,9 @@ class Experts(nn.Module):
 
         Ids outside [0, E) contribute nothing. Under autocast the result has autocast's dtype.
         """
-        # Read once: under a parametrisation (PEFT) each read builds the weight anew.
-        gate_up, gate_up_bias = getattr(self, self._first), getattr(self, f"{self._first}_bias")
-        down, down_bias = self.down_proj, self.down_proj_bias
+        gate_up, gate_up_lora = read_adapted(self, self._first)
+        down, down_lora = read_adapted(self, "down_proj")
+        gate_up_bias, down_bias = getattr(self, f"{self._first}_bias"), self.down_proj_bias
         return fused_experts(
             x,
             gate_up,
@@ -181,6 +184,8 @@ class Experts(nn.Module):
             weight_on_input=self.weight_on_input,
             input_scale=self.input_scale,
             hidden_scale=self.hidden_scale,
+            gate_up_lora=gate_up_lora,
+            down_lora=down_lora,
         )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:

@@ -138,7 +138,9 @@ class MoE(nn.Module):
         expect(ok, "MoE", "x", f"of shape (..., {H})", tuple(x.shape))
         tokens = x.reshape(-1, H)
         _, topk_weights, topk_ids = self.gate(tokens, topk_ids)
-        y = self.experts(tokens, topk_ids, topk_weights).reshape(x.shape)
+        y = self.experts(tokens, topk_ids, topk_weights)
+        if x.ndim != 2:  # not as a view, on which FSDP2's hooks could get lost
+            y = torch.ops.aten._unsafe_view.default(y, x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:

@@ -27,8 +27,10 @@ from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..formats.recipe import Recipe
 from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
+from ..low_rank import LowRank
 from ..options import current
 from ..routing import Routing
+from .frozen import run_frozen
 from .route import route
 
 
@@ -60,7 +62,7 @@ def grouped_gemm(
         (S, N) in a's dtype (autocast's, while that is on). Rows past the last offset are 0 and
         have gradient 0, whatever they hold.
 
-    Differentiable in a, b and bias, once, where b isn't quantised.
+    Differentiable in a, b and bias, once; a quantised b is frozen.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was wanted and what came.
@@ -125,6 +127,8 @@ def fused_experts(
     num_experts: int | None = None,
     input_scale: Tensor | None = None,
     hidden_scale: Tensor | None = None,
+    gate_up_lora: LowRank | None = None,
+    down_lora: LowRank | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -142,8 +146,8 @@ def fused_experts(
         activation: a name or an `Activation`; computed in float32.
         scheme: None or "bf16": weights that aren't quantised, whichever of the dtypes they have.
             For quantised weights a name from `tmoe.formats.SCHEMES`, which says what becomes of the
-            inputs of both projections; there is no default. Then x isn't float64, and nothing has
-            a gradient.
+            inputs of both projections; there is no default. Then x isn't float64, and the weights
+            are frozen. Gradients pass the rounding of inputs straight, as if it weren't there.
         gate_up_bias, down_bias: (E, 2I) or (E, I), and (E, H); x's dtype.
         interleaved: the rows of gate_up_proj (and its bias) are g0, u0, g1, u1, ... (gpt-oss)
             instead of all gate rows, then all up rows.
@@ -153,6 +157,9 @@ def fused_experts(
         input_scale, hidden_scale: static scales of the inputs of the two projections, one number or
             (E,), of the schemes fp8_tensor (a scale) and nvfp4 (a global scale); without one it is
             computed from the rows that reach an expert.
+        gate_up_lora, down_lora: `tmoe.LowRank` adapters, a pair of matrices for each expert, of any
+            float dtype, on weights that are frozen. They multiply what reaches a projection,
+            before a scheme rounds it. Not together with `out`.
         out_dtype: None or x's dtype; or float32: a partial sum that other ranks' are added to, not
             rounded before.
         out: x's shape, contiguous, written instead of a new tensor; not while gradients are needed.
@@ -165,7 +172,7 @@ def fused_experts(
         past num_experts contribute nothing and never raise, so on one rank of many this is its
         partial sum. The sum over K is taken in float32, in the order of k, and rounded once.
 
-    Differentiable in x, the weights, the biases and topk_weights, once.
+    Differentiable in x, the weights, the biases, topk_weights and the adapters, once.
 
     Raises:
         TypeError, ValueError: with the argument's name, what was wanted and what came.
@@ -235,6 +242,18 @@ def fused_experts(
         num_experts,
         wide,
     )
+    adapted = gate_up_lora is not None or down_lora is not None
+    coded_input = isinstance(x, QuantizedTensor)
+    fits = not (adapted and coded_input)
+    expect(fits, op, "x", "plain where there are adapters", "codes")
+    if adapted or (quantized and not coded_input and out is None and needs_grad(x, *tail)):
+        expect(out is None, op, "out", "None with adapters", "a tensor")
+        both_weights = (gate_up_proj, down_proj) if quantized else tuple(weights)
+        y = run_frozen(
+            op, rows_of_x, both_weights, tail, (gate_up_lora, down_lora),
+            (input_scale, hidden_scale), scheme, spec, recompute=_recompute(),
+        )  # fmt: skip
+        return y if x.ndim == 2 else y.reshape(x.shape)
     if quantized:
         assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
         words = Recipe.held_by(gate_up_proj).words
@@ -250,7 +269,7 @@ def fused_experts(
         )  # fmt: skip
         run = torch.ops.tmoe.quantized_experts
         run_out = torch.ops.tmoe.quantized_experts_out
-        needed = needs_grad(x, *tail)
+        needed = False
     else:
         arguments = (rows_of_x, *weights, *tail, *spec)
         run, run_out = torch.ops.tmoe.fused_experts, torch.ops.tmoe.fused_experts_out

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..checks import expect
-from ..integrations.transformers.quantized import PARALLEL, scheme_of
+from ..integrations.transformers.quantized import PARALLEL, is_transposed, scheme_of
 from ..nn import Experts
+from ..nn.lora import LORA
 from .shard import down_columns, first_rows, take_experts, whole
 
 OP = "parallelize"
@@ -171,6 +172,8 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
     wanted = "one with a tmoe.MoE or tmoe.Experts in it, or on which tmoe.replace_moe was called"
     expect(bool(found), OP, "model", wanted, type(model).__name__)
     for name, layer in found.items():
+        wanted = "without adapters: merge and remove them first"
+        expect(not hasattr(layer.module, LORA), OP, name or "experts", wanted, "some")
         for tensor in layer.tensors:
             weight = getattr(layer.module, tensor)
             here = f"{name}.{tensor}".strip(".")
@@ -220,7 +223,7 @@ def _of_transformers(name: str, module: Any) -> ExpertsLayer:
         "gate_up_proj" if module.has_gate else "up_proj",
         "down_proj",
         biases=module.has_bias,
-        transposed=module.is_transposed,
+        transposed=is_transposed(module),
         gated=module.has_gate,
         interleaved=not module.is_concatenated,
         activation=str(activation or type(module).__name__),

@@ -209,6 +209,8 @@ def _about_call(use: Use, problem: Problem) -> str | None:
         return f"{use.entry.name} takes {problem.scheme} inputs with static scales, none are given"
     if problem.wide:
         return f"{use.entry.name} rounds a rank's partial sum to {got}, and float32 is wanted"
+    if problem.has_lora:
+        return f"{use.entry.name} takes no low-rank adapters"
     if problem.coded:
         return f"{use.entry.name} is given rows in {got} here, and these are quantised already"
     if problem.needs_grad:

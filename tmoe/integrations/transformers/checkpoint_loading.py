@@ -22,7 +22,14 @@ from tmoe.checks import expect
 
 from .checkpoint_names import Destinations
 from .load_share import Divide, plan_shares
-from .quantized import HELD, PADDED, hold_quantized, weight_names, why_not_quantized
+from .quantized import (
+    HELD,
+    PADDED,
+    hold_quantized,
+    is_transposed,
+    weight_names,
+    why_not_quantized,
+)
 from .replace import replace_moe
 from .report import Report
 from .switch import expert_modules
@@ -152,7 +159,7 @@ class CheckpointLoading:
 
     def _plan_experts(self, name: str, module: nn.Module, stored: StoredExperts) -> None:
         names, E = weight_names(module), len(stored.experts)
-        transposed = getattr(module, "is_transposed", False)
+        transposed = is_transposed(module)
         old = [module.get_parameter(n) for n in names]
         sizes = [p.shape[:0:-1] if transposed else p.shape[1:] for p in old]
         for matrices, (N, K) in zip((stored.first[0], (stored.down[0],)), sizes, strict=True):

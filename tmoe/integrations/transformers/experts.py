@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tmoe.checks import expect
+from tmoe.low_rank import LowRank
+from tmoe.nn.lora import read_adapted
 from tmoe.ops import fused_experts, grouped_gemm
 
 from .activations import ExpertsModule, activation_of
-from .quantized import PARALLEL, scheme_of
+from .quantized import PARALLEL, is_transposed, scheme_of
 from .record_inputs import RECORDER
 from .sorted_rows import through_experts
 
@@ -71,24 +74,34 @@ class _Weights(NamedTuple):
     down_proj: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    gate_up_lora: LowRank | None
+    down_lora: LowRank | None
 
     @classmethod
     def of(cls, experts: ExpertsModule) -> _Weights:
         """One read each: under PEFT every read of a parametrised weight rebuilds it for all."""
         first = "gate_up_proj" if experts.has_gate else "up_proj"
-        gate_up_proj, down_proj = getattr(experts, first), experts.down_proj
+        transposed = is_transposed(experts)
+        gate_up_proj, gate_up_lora = read_adapted(experts, first, transposed=transposed)
+        down_proj, down_lora = read_adapted(experts, "down_proj", transposed=transposed)
         gate_up_bias = getattr(experts, f"{first}_bias") if experts.has_bias else None
         down_bias = experts.down_proj_bias if experts.has_bias else None
-        if experts.is_transposed:
+        if transposed:
             gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-        return cls(gate_up_proj, down_proj, gate_up_bias, down_bias)
+        return cls(gate_up_proj, down_proj, gate_up_bias, down_bias, gate_up_lora, down_lora)
 
     def divided(self, parallel: Any) -> _Weights:
         """Those of a rank, so that gradients and sums over ranks come out right."""
-        return _Weights(
-            parallel.weight(self.gate_up_proj), parallel.weight(self.down_proj),
-            parallel.bias(self.gate_up_bias), parallel.bias_once(self.down_bias),
-        )  # fmt: skip
+        adapted = self.gate_up_lora is not None or self.down_lora is not None
+        expect(
+            not adapted, "experts", "adapters", "none on experts that several ranks share", "some"
+        )
+        return self._replace(
+            gate_up_proj=parallel.weight(self.gate_up_proj),
+            down_proj=parallel.weight(self.down_proj),
+            gate_up_bias=parallel.bias(self.gate_up_bias),
+            down_bias=parallel.bias_once(self.down_bias),
+        )
 
 
 def _run(
@@ -122,6 +135,8 @@ def _run(
             down_bias=weights.down_bias,
             interleaved=not experts.is_concatenated,
             weight_on_input=weight_on_input,
+            gate_up_lora=weights.gate_up_lora,
+            down_lora=weights.down_lora,
             first_expert=first_expert,
             num_experts=num_experts,
             out_dtype=out_dtype,
@@ -138,6 +153,7 @@ def _run(
             bias=weights.gate_up_bias,
             **scheme.of_gemm("input_scale"),
         )
+        hidden = _add_low_rank(hidden, rows, weights.gate_up_lora, expert_offsets)
         hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
         if recorder is not None:
             recorder.see("hidden", hidden, expert_offsets)
@@ -148,9 +164,18 @@ def _run(
             bias=weights.down_bias,
             **scheme.of_gemm("hidden_scale"),
         )
+        out = _add_low_rank(out, hidden, weights.down_lora, expert_offsets)
         return out if norm is None else norm(out)
 
     held = weights.down_proj.shape[0]
     ids = topk_ids - first_expert if first_expert else topk_ids
     out = through_experts(x, ids, topk_weights, held, expert, weight_on_input=weight_on_input)
     return out.to(out_dtype or x.dtype)
+
+
+def _add_low_rank(y: Tensor, rows: Tensor, lora: LowRank | None, expert_offsets: Tensor) -> Tensor:
+    """Where only the module can compute what stands between the projections."""
+    if lora is None:
+        return y
+    low = grouped_gemm(rows, lora.a.to(rows.dtype), expert_offsets)
+    return y + grouped_gemm(low, (lora.b * lora.scaling).to(rows.dtype), expert_offsets)

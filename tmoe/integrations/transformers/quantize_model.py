@@ -13,7 +13,14 @@ from tmoe.formats.recipe import Recipe
 from tmoe.progress import progress_bar
 
 from .activations import ExpertsModule
-from .quantized import PARALLEL, hold_quantized, scheme_of, weight_names, why_not_quantized
+from .quantized import (
+    PARALLEL,
+    hold_quantized,
+    is_transposed,
+    scheme_of,
+    weight_names,
+    why_not_quantized,
+)
 from .report import Report
 from .switch import expert_modules
 
@@ -82,7 +89,7 @@ def _weights(experts: ExpertsModule) -> Iterator[tuple[str, Tensor, Tensor]]:
         parameter = experts.get_parameter(name)
         # LongCat-Flash has rows for experts that don't exist.
         usual = parameter.detach()[:num_experts]
-        transposed = getattr(experts, "is_transposed", False)
+        transposed = is_transposed(experts)
         yield name, parameter, usual.transpose(1, 2) if transposed else usual
 
 

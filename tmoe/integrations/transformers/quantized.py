@@ -88,6 +88,16 @@ def weight_names(experts: ExpertsModule) -> tuple[str, str]:
     return adapted or ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
 
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the module stores (E, H, 2I) and (E, I, H).
+
+    transformers' own flag of that name tells PEFT how to lay adapters out. Classes of ours that
+    stand in for one without it say ``stored_transposed`` instead: adapters must fit the module
+    whether or not it is replaced.
+    """
+    return getattr(experts, "stored_transposed", getattr(experts, "is_transposed", False))
+
+
 def why_not_quantized(experts: ExpertsModule) -> str | None:
     """Why the module can't hold quantised weights, or None."""
     if reason := getattr(experts, "cannot_quantize", None):
@@ -130,7 +140,7 @@ def hold_quantized(
     names = weight_names(experts)
     current = [experts.get_parameter(name) for name in names]
     E = current[1].shape[0]  # LongCat-Flash's gate_up_proj has rows of experts that don't exist
-    transposed = getattr(experts, "is_transposed", False)
+    transposed = is_transposed(experts)
     for arg, weight, old in zip(
         ("gate_up_proj", "down_proj"), (gate_up_proj, down_proj), current, strict=True
     ):
@@ -158,5 +168,6 @@ def hold_quantized(
         parameter = nn.Parameter(weight, requires_grad=False)
         experts.get_submodule(owner).register_parameter(last, parameter)
     if transposed:
-        experts.is_transposed = False
+        flag = "stored_transposed" if hasattr(experts, "stored_transposed") else "is_transposed"
+        setattr(experts, flag, False)
     setattr(experts, HELD, HeldScheme(scheme, *scales))

@@ -18,6 +18,7 @@ from .report import PREVIOUS, Report
 from .routers import router_for
 from .swap import class_of, original_class, swap_class, why_not_swap
 from .switch_routers import switch_routers
+from .wrapped import unwrapped
 
 
 def switch_all(model: nn.Module, report: Report, routers: bool) -> None:
@@ -111,7 +112,7 @@ def _why_not_weights(module: nn.Module) -> str | None:
 def _why_not_adapt(module: nn.Module, adapter: type[nn.Module]) -> str | None:
     parts = getattr(adapter, "parts", {})
     for name, part_adapter in parts.items():
-        part = getattr(module, name)
+        part = unwrapped(getattr(module, name))
         if class_of(part) not in (part_adapter, part_adapter.__bases__[0]):
             wanted = part_adapter.__bases__[0].__name__
             return (
@@ -127,7 +128,10 @@ def _why_not_adapt(module: nn.Module, adapter: type[nn.Module]) -> str | None:
 def _adapt(module: nn.Module, adapter: type[nn.Module]) -> list[nn.Module]:
     """Change the class of `module` and its parts; returns them."""
     parts = getattr(adapter, "parts", {})
-    changed = [(module, adapter), *((getattr(module, name), part) for name, part in parts.items())]
+    changed = [
+        (module, adapter),
+        *((unwrapped(getattr(module, name)), part) for name, part in parts.items()),
+    ]
     for each, cls in changed:
         if class_of(each) is not cls:
             swap_class(each, cls)

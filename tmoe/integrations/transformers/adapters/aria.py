@@ -14,7 +14,8 @@ from tmoe.activation import Activation
 from tmoe.ops import fused_experts, route
 from tmoe.routing import Routing
 
-from ..quantized import scheme_of
+from ..quantized import is_transposed, scheme_of
+from ..wrapped import read_weight
 
 
 class TmoeAriaExperts(AriaExperts):
@@ -23,7 +24,7 @@ class TmoeAriaExperts(AriaExperts):
     cannot_divide = "its projections are modules of their own, and it routes for itself"
     selects = True
     weight_names = ("fc1.weight", "fc2.weight")
-    is_transposed = True  # quantised weights are not: `hold_quantized` says so on the instance
+    stored_transposed = True  # quantised weights are not: `hold_quantized` says so on the instance
 
     def why_not(self: Any) -> str | None:
         if self.fc1.weight.is_meta or self.fc2.weight.is_meta:
@@ -34,8 +35,8 @@ class TmoeAriaExperts(AriaExperts):
         self: Any, hidden_states: Tensor, router_logits: Tensor
     ) -> Tensor:
         """(T, H) and logits (T, E) to (T, H)."""
-        gate_up_proj, down_proj = self.fc1.weight, self.fc2.weight
-        if self.is_transposed:
+        gate_up_proj, down_proj = read_weight(self.fc1), read_weight(self.fc2)
+        if is_transposed(self):
             gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
         routing = Routing(down_proj.shape[0], self.config.moe_topk, "Renormalize")
         weights, ids = route(router_logits, routing)

@@ -8,6 +8,7 @@ from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from tmoe.ops import grouped_gemm
 
 from ..sorted_rows import through_experts
+from ..wrapped import read_weight, unwrapped
 
 
 class TmoeDbrxExperts(DbrxExperts):
@@ -20,12 +21,14 @@ class TmoeDbrxExperts(DbrxExperts):
         """(B, S, H) to (B, S, H); ids and weights are (B·S, K)."""
         E, I, H = self.num_experts, self.ffn_hidden_size, self.hidden_size
         mlp = self.mlp
-        gate_proj, up_proj, down_proj = (w.view(E, I, H) for w in (mlp.w1, mlp.v1, mlp.w2))
+        gate_proj, up_proj, down_proj = (
+            read_weight(mlp, name).view(E, I, H) for name in ("w1", "v1", "w2")
+        )
 
         def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
             gate = grouped_gemm(rows, gate_proj, expert_offsets)
             up = grouped_gemm(rows, up_proj, expert_offsets)
-            hidden = mlp.activation_fn(gate) * up
+            hidden = unwrapped(mlp).activation_fn(gate) * up
             return grouped_gemm(hidden, down_proj.transpose(1, 2), expert_offsets)
 
         x = hidden_states.reshape(-1, H).to(gate_proj.dtype)

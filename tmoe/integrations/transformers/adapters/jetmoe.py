@@ -10,6 +10,7 @@ from tmoe.routing import Routing
 
 from ..activations import gated_by
 from ..quantized import scheme_of
+from ..wrapped import read_weight
 
 
 class TmoeJetMoeMoE(JetMoeMoE):
@@ -34,12 +35,12 @@ class TmoeJetMoeMoE(JetMoeMoE):
         *_, router_logits = self.router(x)
         routing = Routing(router_logits.shape[1], self.router.top_k, "Renormalize")
         topk_weights, topk_ids = route(router_logits, routing)
-        gate_up_proj, activation = self.input_linear.weight, gated_by(self.activation)
+        gate_up_proj, activation = read_weight(self.input_linear), gated_by(self.activation)
         assert activation is not None  # why_not
         out = fused_experts(
             x.to(gate_up_proj.dtype),
             gate_up_proj,
-            self.output_linear.weight,
+            read_weight(self.output_linear),
             topk_weights.type_as(x),
             topk_ids,
             activation=activation,

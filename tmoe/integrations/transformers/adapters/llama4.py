@@ -16,7 +16,7 @@ from ..experts import run_experts
 class TmoeLlama4TextExperts(Llama4TextExperts):
     """Stored transposed, (E, H, 2I) and (E, I, H); the routing weight scales the input."""
 
-    has_gate, has_bias, is_transposed, is_concatenated = True, False, True, True
+    has_gate, has_bias, stored_transposed, is_concatenated = True, False, True, True
     _apply_gate = _default_apply_gate
 
     def forward(  # type: ignore[override]

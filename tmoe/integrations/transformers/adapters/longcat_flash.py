@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
+from tmoe.nn.lora import read_adapted
 from tmoe.ops import fused_experts
 
 from ..activations import gated_by
@@ -27,7 +28,8 @@ class TmoeLongcatFlashExperts(LongcatFlashExperts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H) to (T, H); ids and weights are (T, K). The fused call skips zero experts' ids."""
-        gate_up_proj, down_proj = self.gate_up_proj, self.down_proj
+        gate_up_proj, gate_up_lora = read_adapted(self, "gate_up_proj")
+        down_proj, down_lora = read_adapted(self, "down_proj")
         E, activation = down_proj.shape[0], gated_by(self.act_fn)
         assert activation is not None  # why_not
         routed = fused_experts(
@@ -37,6 +39,8 @@ class TmoeLongcatFlashExperts(LongcatFlashExperts):
             top_k_weights,
             top_k_index,
             activation=activation,
+            gate_up_lora=None if gate_up_lora is None else gate_up_lora.of_experts(E),
+            down_lora=down_lora,
             **scheme_of(self).of_layer(),
         )
         kept = top_k_weights.float().masked_fill(top_k_index < E, 0.0).sum(1, keepdim=True)

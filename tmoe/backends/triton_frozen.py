@@ -1,0 +1,193 @@
+"""The backward of experts whose weights are frozen, and of adapters on them, as Triton kernels.
+
+    low₁ = x[t]·A₁ᵀ   h = x[t]·gate_upᵀ + low₁·B₁ᵀ + b₁   a = act(h)
+    low₂ = a·A₂ᵀ      d = a·downᵀ + low₂·B₂ᵀ + b₂         y[t] = Σ_k w·d               (forward)
+
+    e₂       = dy[t] · B₂                          thin
+    g        = dy[t] · down + e₂ · A₂              grouped GEMM, dy gathered on the way in
+    d_h, w·a, d_w = from h, g and w                one pass over the rows
+    d_B₂     = Σ_s dy[t]ᵀ ⊗ (w·a·A₂ᵀ)              d_A₂ = Σ_s e₂ᵀ ⊗ (w·a)
+    e₁       = d_h · B₁                            thin
+    d_B₁     = Σ_s d_hᵀ ⊗ low₁                     d_A₁ = Σ_s e₁ᵀ ⊗ x[t]
+    d_x[t]   = Σ_k (d_h · gate_up + e₁ · A₁)       grouped GEMM, then combine
+
+Quantised weights are multiplied along their rows as they lie (`frozen_gradient.py`); the rounding
+of inputs counts for nothing. Where the routing weight is on the input, it multiplies x instead of
+d. A step that no wanted gradient needs isn't taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tmoe.kernels.activation_backward import activation_backward
+from tmoe.kernels.backward_tiles import BackwardTiles, choose_backward_tiles
+from tmoe.kernels.bias_gradient import bias_gradient
+from tmoe.kernels.combine import combine
+from tmoe.kernels.descriptors import can_describe
+from tmoe.kernels.frozen_gradient import frozen_gradient
+from tmoe.kernels.grouped_gemm import grouped_gemm
+from tmoe.kernels.low_rank import LowRankRows
+from tmoe.kernels.permute import permute
+from tmoe.kernels.sort import SortedTokens, sort_tokens
+from tmoe.kernels.tiles import Tile, frozen_gradient_tile
+from tmoe.kernels.weight_gradient import weight_gradient
+from tmoe.kernels.weighted_combine import weighted_combine
+
+from ..dispatch.problem import Adapters, ExpertsSpec, FrozenGradients
+from ..formats import QuantizedTensor
+from ..options import current
+from .triton_low_rank import through
+from .triton_quantized import weight_scales
+
+
+def frozen_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    spec: ExpertsSpec,
+    adapters: Adapters,
+    hidden: Tensor,
+    wanted: FrozenGradients,
+    may_write_hidden: bool,
+) -> FrozenGradients:
+    """See `tmoe.dispatch.backend.Backend.frozen_backward`; `hidden` is what was kept;
+    its gradient takes its place where that may be."""
+    (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
+    S, activation = T * K, spec.activation
+    quantized = isinstance(down_proj, QuantizedTensor)
+    tiles = choose_backward_tiles(
+        x.device,
+        x.dtype,
+        rows_per_expert=S / spec.num_experts,
+        described=not quantized and can_describe(gate_up_proj) and can_describe(down_proj),
+        batch_invariant=current().batch_invariant,
+    )
+    block_m = tiles.d_activated.block_m
+    order = sort_tokens(topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=block_m)
+    dy = (dy if dy.stride(1) == 1 else dy.contiguous()).to(x.dtype)  # maybe one number, expanded
+    weights = topk_weights.contiguous()
+    on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
+    of_down, of_gate_up = wanted.down_a or wanted.down_b, wanted.gate_up_a or wanted.gate_up_b
+    needs_rows = wanted.x or (wanted.topk_weights and spec.weight_on_input)
+    needs_hidden = needs_rows or of_gate_up or wanted.gate_up_bias
+    gradients: dict[str, Tensor] = {}
+    # One after another: dy and x in expert order, and the products that d_x sums up.
+    rows, offsets = x.new_empty(S, H), order.expert_offsets
+
+    e2 = None
+    if adapters.down_b is not None and (needs_hidden or of_down or wanted.topk_weights):
+        e2 = through(dy, adapters.down_b.transpose(1, 2), order, gather=True)
+    grad = d_hidden = activated = d_weight = None
+    if needs_hidden or (wanted.topk_weights and not spec.weight_on_input):
+        adapter = None
+        if e2 is not None and adapters.down_a is not None:
+            adapter = LowRankRows(e2, adapters.down_a.transpose(1, 2))
+        grad = _along_rows(
+            x.new_empty(S, I), dy, down_proj, order, tiles.d_activated, gather=True, adapter=adapter
+        )
+        if needs_hidden:
+            d_hidden = hidden if may_write_hidden else torch.empty_like(hidden)
+        if wanted.topk_weights and not spec.weight_on_input:
+            d_weight = torch.zeros((T, K), dtype=torch.float32, device=x.device)
+            gradients["topk_weights"] = d_weight
+    if of_down:
+        activated = x.new_empty(S, I) if grad is None else grad
+    if grad is not None or activated is not None:
+        activation_backward(
+            hidden, grad, order, d_hidden=d_hidden, activated=activated, d_weight=d_weight,
+            row_weight=on_output, dy=dy, bias=down_bias, activation=activation.name,
+            gated=activation.gated, interleaved=spec.interleaved, alpha=activation.alpha,
+            limit=activation.limit,
+        )  # fmt: skip
+    if wanted.down_bias:
+        assert down_bias is not None
+        gradients["down_bias"] = bias_gradient(
+            torch.empty_like(down_bias), dy, order, gather=True, row_weight=on_output
+        )
+    if of_down:
+        assert activated is not None and e2 is not None
+        a2, b2 = adapters.down_a, adapters.down_b
+        assert a2 is not None and b2 is not None
+        if wanted.down_b:
+            low = through(activated, a2, order)
+            gradients["down_b"] = _factor(b2, permute(rows, dy, order), low, offsets, tiles)
+        if wanted.down_a:
+            gradients["down_a"] = _factor(a2, e2, activated, offsets, tiles)
+    del grad, activated, e2
+    if d_hidden is None:
+        return _finished(gradients, topk_weights)
+    if wanted.gate_up_bias:
+        assert gate_up_bias is not None
+        gradients["gate_up_bias"] = bias_gradient(torch.empty_like(gate_up_bias), d_hidden, order)
+    e1, a1, b1 = None, adapters.gate_up_a, adapters.gate_up_b
+    if a1 is not None and b1 is not None:
+        e1 = through(d_hidden, b1.transpose(1, 2), order)
+        if wanted.gate_up_b:
+            low = through(x, a1, order, gather=True, row_weight=on_input)
+            gradients["gate_up_b"] = _factor(b1, d_hidden, low, offsets, tiles)
+        if wanted.gate_up_a:
+            inputs = permute(rows, x, order, row_weight=on_input)
+            gradients["gate_up_a"] = _factor(a1, e1, inputs, offsets, tiles)
+    if not needs_rows:
+        return _finished(gradients, topk_weights)
+    adapter = None if e1 is None or a1 is None else LowRankRows(e1, a1.transpose(1, 2))
+    _along_rows(rows, d_hidden, gate_up_proj, order, tiles.d_rows, adapter=adapter)
+    d_x = x.new_empty(T, H) if wanted.x else None
+    if on_input is None:
+        assert d_x is not None
+        combine(rows, order.slot_to_row, d_x)
+    else:
+        dots = None
+        if wanted.topk_weights:
+            dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
+            gradients["topk_weights"] = dots
+        weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
+    if d_x is not None:
+        gradients["x"] = d_x
+    return _finished(gradients, topk_weights)
+
+
+def _finished(gradients: dict[str, Tensor], topk_weights: Tensor) -> FrozenGradients:
+    if "topk_weights" in gradients:
+        gradients["topk_weights"] = gradients["topk_weights"].to(topk_weights.dtype)
+    return FrozenGradients(**gradients)
+
+
+def _along_rows(
+    out: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    order: SortedTokens,
+    tile: Tile,
+    *,
+    adapter: LowRankRows | None,
+    gather: bool = False,
+) -> Tensor:
+    """rows · weight[e], and what joins it."""
+    if not isinstance(weight, QuantizedTensor):
+        return grouped_gemm(
+            out, rows, weight.transpose(1, 2), order, tile, gather=gather, adapter=adapter
+        )
+    tile = frozen_gradient_tile(tile.block_m, rows.dtype)
+    return frozen_gradient(
+        out, rows, weight.data, order, tile,
+        scales=weight_scales(weight), gather=gather, adapter=adapter,
+    )  # fmt: skip
+
+
+def _factor(
+    factor: Tensor,
+    left: Tensor,
+    right: Tensor,
+    expert_offsets: Tensor,
+    tiles: BackwardTiles,
+) -> Tensor:
+    """The gradient of an adapter's factor."""
+    return weight_gradient(torch.empty_like(factor), left, right, expert_offsets, tiles.weights)

@@ -1,0 +1,149 @@
+"""Adapters on disk, as PEFT has them: adapter_config.json and adapter_model.safetensors.
+
+PEFT keeps the adapter of a stacked parameter as two matrices: lora_A (E · rank, inputs) by expert,
+and lora_B (outputs, rank · E) with the expert as its last index. Two parameters of one module are
+two wrappers, one inside the other: the first one's names have ``base_layer.`` in them.
+
+Source: ``ParamWrapper`` of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from ..checks import expect
+from ..nn.lora import LoraPair
+from ..whole_file import whole_file
+from .change import put
+from .find import Target, adapted, targets
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Write the adapters to `folder`, for `load` and for ``PeftModel.from_pretrained``.
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
+    folder = Path(folder)
+    tensors: dict[str, Tensor] = {}
+    parameters = set()
+    ranks, alphas = set(), set()
+    for target, lora in adapted(model, "lora.save"):
+        names = list(lora._modules)
+        parameters |= {f"{target.name}.{name}" for name in names}
+        for name, pair in lora.named_children():
+            assert isinstance(pair, LoraPair)
+            ranks.add(pair.rank)
+            alphas.add(pair.alpha)
+            a, b = _as_peft_has_it(target, pair)
+            where = _key(target, names, name)
+            tensors |= {f"{where}.lora_A.weight": a, f"{where}.lora_B.weight": b}
+    one = len(ranks) == 1 and len(alphas) == 1
+    expect(one, "lora.save", "model", "one with one rank and one alpha", (ranks, alphas))
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": getattr(getattr(model, "config", None), "_name_or_path", None),
+        "inference_mode": True,
+        "r": ranks.pop(),
+        "lora_alpha": alphas.pop(),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [],
+        "target_parameters": sorted(parameters),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_file(folder / TENSORS) as file:
+        file.write(save_tensors(tensors, metadata={"format": "pt"}))
+    with whole_file(folder / CONFIG) as file:
+        file.write(json.dumps(config, indent=2).encode() + b"\n")
+
+
+def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Put the adapters that `save`, or PEFT, wrote to `folder` on the experts of `model`.
+
+    Returns:
+        The names of the modules of experts that have adapters now.
+
+    Raises:
+        ValueError: adapters of another kind, of other modules than experts, or of other sizes;
+            the model has adapters already.
+    """
+    op = "lora.load"
+    config = json.loads((Path(folder) / CONFIG).read_text())
+    for name, usual in (("peft_type", "LORA"), ("use_dora", False), ("rank_pattern", {}),
+                        ("alpha_pattern", {})):  # fmt: skip
+        got = config.get(name, usual)
+        expect(got == usual or not got, op, "folder", f"adapters with {name} {usual}", got)
+    alpha, rank = config["lora_alpha"], config["r"]
+    if config.get("use_rslora"):
+        alpha = alpha * rank**0.5
+    tensors = load_tensors((Path(folder) / TENSORS).read_bytes())
+    made = []
+    for target in targets(model, op):
+        expect(target.lora is None, op, "model", "one without adapters", f"some in {target.name}")
+        read = _take(target, tensors, rank, op)
+        if not read:
+            continue
+        put(target, {name: rank for name in read}, alpha, dtype)
+        assert target.lora is not None
+        for name, (a, b) in read.items():
+            pair: Any = target.lora._modules[name]
+            with torch.no_grad():
+                pair.lora_A.copy_(a)
+                pair.lora_B.copy_(b)
+        made.append(target.name)
+    expect(not tensors, op, "folder", "adapters of experts of this model alone", sorted(tensors))
+    return made
+
+
+def _key(target: Target, names: list[str], name: str) -> str:
+    """Where PEFT has the adapter of the parameter `name` of those that are adapted."""
+    inner = ".base_layer" * (len(names) - 1 - names.index(name))
+    return f"{PREFIX}{target.name}{inner}"
+
+
+def _as_peft_has_it(target: Target, pair: LoraPair) -> tuple[Tensor, Tensor]:
+    a, b = pair.lora_A.detach(), pair.lora_B.detach()
+    if target.swapped:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def _take(
+    target: Target, tensors: dict[str, Tensor], rank: int, op: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs of one module, (E, rank, D) and (E, N, rank), taken out of `tensors`."""
+    keys = [_key(target, list(target.weights), name) for name in target.weights]
+    if f"{keys[0]}.lora_A.weight" in tensors:
+        found = dict(zip(target.weights, keys, strict=True))
+    elif f"{keys[1]}.lora_A.weight" in tensors:  # one of the two, and its size says which
+        rows = tensors[f"{keys[1]}.lora_B.weight"].shape[0]
+        outputs = [target.sizes(name)[2 if target.swapped else 1] for name in target.weights]
+        fits = rows in outputs and outputs[0] != outputs[1]
+        expect(fits, op, "folder", f"rows of {keys[1]}.lora_B among {outputs}", rows)
+        found = {target.weights[outputs.index(rows)]: keys[1]}
+    else:
+        return {}
+    read = {}
+    for name, key in found.items():
+        E, N, D = target.sizes(name)
+        if target.swapped:
+            N, D = D, N
+        a, b = (tensors.pop(f"{key}.lora_{part}.weight") for part in "AB")
+        for part, tensor, shape in (("A", a, (E * rank, D)), ("B", b, (N, rank * E))):
+            fits = tensor.shape == shape
+            expect(fits, op, "folder", f"{key}.lora_{part} of shape {shape}", tuple(tensor.shape))
+        a, b = a.view(E, rank, D), b.view(N, rank, E).permute(2, 0, 1)
+        read[name] = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
+    return read

@@ -1,0 +1,91 @@
+"""Which modules of a model hold experts that can have adapters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from ..checks import expect, expect_type
+from ..integrations.transformers.quantized import PARALLEL
+from ..nn import Experts
+from ..nn.lora import LORA, ExpertsLora
+
+
+class Target(NamedTuple):
+    """A module of experts.
+
+    Attributes:
+        name: in the model.
+        module: `tmoe.Experts`, or experts of transformers that run on tmoe.
+        weights: names of the parameters of its two projections.
+        transposed: they are stored as (E, D, N).
+        swapped: so they are, and PEFT isn't told: it takes N for the inputs.
+    """
+
+    name: str
+    module: nn.Module
+    weights: tuple[str, str]
+    transposed: bool = False
+    swapped: bool = False
+
+    @property
+    def lora(self) -> ExpertsLora | None:
+        lora = getattr(self.module, LORA, None)
+        return lora if isinstance(lora, ExpertsLora) else None
+
+    def sizes(self, weight: str) -> tuple[int, int, int]:
+        """(E, N, D) of that projection."""
+        E, N, D = self.module.get_parameter(weight).shape
+        # LongCat-Flash has gate and up rows for experts that don't exist.
+        E = min(E, self.module.get_parameter("down_proj").shape[0])
+        return (E, D, N) if self.transposed else (E, N, D)
+
+
+def targets(model: nn.Module, op: str) -> list[Target]:
+    """The experts of `model`; ``ValueError`` if there are none, or some that can't be adapted."""
+    expect_type(model, nn.Module, op, "model")
+    found = [
+        Target(name, module, (module._first, "down_proj"))
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+    ]
+    if "transformers" in sys.modules:
+        found += _of_transformers(model, op)
+    for target in found:
+        divided = hasattr(target.module, "parallel") or PARALLEL in vars(target.module)
+        wanted = "one whose experts no other ranks share"
+        expect(not divided, op, "model", wanted, f"{target.name}, divided by tmoe.parallel")
+    wanted = "one with experts on tmoe: tmoe.MoE layers, or call tmoe.replace_moe(model) first"
+    expect(bool(found), op, "model", wanted, type(model).__name__)
+    return found
+
+
+def adapted(model: nn.Module, op: str) -> list[tuple[Target, ExpertsLora]]:
+    """Those that have adapters; ``ValueError`` if there are none."""
+    found = [(t, t.lora) for t in targets(model, op) if t.lora is not None]
+    wanted = "one with adapters from tmoe.lora.add or tmoe.lora.load"
+    expect(bool(found), op, "model", wanted, f"{type(model).__name__} without")
+    return found
+
+
+def _of_transformers(model: nn.Module, op: str) -> Iterator[Target]:
+    from ..integrations.transformers.quantized import is_transposed, weight_names
+    from ..integrations.transformers.register import NAME
+    from ..integrations.transformers.swap import original_class
+    from ..integrations.transformers.switch import expert_modules
+
+    for name, module in expert_modules(model):
+        config = getattr(module, "config", None)
+        named = getattr(config, "_experts_implementation", None) == NAME
+        if isinstance(module, Experts) or not (named or original_class(module) is not None):
+            continue
+        weights = weight_names(module)
+        plain = all(isinstance(module._parameters.get(weight), nn.Parameter) for weight in weights)
+        wanted = "one whose experts have both projections as parameters of their own"
+        expect(plain, op, "model", wanted, f"{name} ({type(module).__name__})")
+        transposed = is_transposed(module)
+        told = getattr(module, "is_transposed", False)
+        yield Target(name, module, weights, transposed, transposed and not told)
