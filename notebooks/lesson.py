@@ -39,6 +39,7 @@ def start(*also: str) -> Any:
     if importlib.util.find_spec("tmoe") is None:
         sys.path.insert(0, str(REPOSITORY))  # a clone that isn't installed will do
     complain_about(missing((*ALWAYS, *also)))
+    warnings.filterwarnings("ignore", message="IProgress not found")  # no bars of progress, then
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -100,7 +101,7 @@ def _line_with(text: str, lines: list[str], begin: int, thing: Any) -> int:
 
 
 def check(answer: Callable[..., Any]) -> None:
-    """Try out an exercise's answer, which is known by its name. Says that it is right, or why not."""
+    """Try out the answer to the exercise of its name; say that it is right, or why not."""
     from exercises import problem_with
 
     name = answer.__name__

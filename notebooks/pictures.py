@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-import lesson
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+
+import lesson
 
 INK = "#797979"
 COLOURS = (

@@ -51,7 +51,7 @@ def kept_groups(answer):
         groups = [choices[g * size : (g + 1) * size] for g in range(n_group)]
 
         def kept(score, groups=groups, count=topk_group):
-            order = sorted(range(len(groups)), key=lambda g: (-score(groups[g]), g))
+            order = sorted(range(len(groups)), key=lambda i: (-score(groups[i]), i))
             return sorted(order[:count])
 
         wanted = kept(lambda group: sum(sorted(group)[-2:]))

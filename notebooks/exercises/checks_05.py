@@ -52,7 +52,7 @@ def busy_share(answer):
     for tiles, workers in ((33, 4), (132, 132), (133, 132), (5, 8)):
         rounds = -(-tiles // workers)
         mistakes = {
-            "Round the number of rounds up: the last, partial one takes as long as a full one.": tiles
+            "Round the rounds up: the last, partial one takes as long as a full one.": tiles
             / (max(tiles // workers, 1) * workers),
             "That is the number of rounds. Wanted is tiles / (rounds · workers).": rounds,
             "That is the idle share; take it from 1.": 1 - tiles / (rounds * workers),

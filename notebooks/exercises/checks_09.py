@@ -28,7 +28,7 @@ def combine_rows(answer):
 
 
 def spread(answer):
-    for numbers in ([1e8, 1.0, -1e8], [0.1, 0.2, 0.3, 0.4, 0.7], [1.0, 2.0, 3.0]):
+    for numbers in ([-0.6, 1.7, -1.2, -0.1, 0.5], [1e8, 1.0, -1e8], [1.0, 2.0, 3.0]):
         results = [_sum(order, torch.float32) for order in permutations(numbers)]
         in_64 = [_sum(order, torch.float64) for order in permutations(numbers)]
         mistakes = {

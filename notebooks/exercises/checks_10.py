@@ -32,7 +32,7 @@ def why_not(answer):
         expect(said is not None, f"it says yes to {case}; 128 has to divide the hidden size.")
         expect(
             isinstance(said, str) and value in said,
-            f"for {case} it says {said!r}. Name what came, {value}, so that one sees what to change.",
+            f"for {case} it says {said!r}. Name what came, {value}, so one sees what to change.",
         )
 
 

@@ -234,8 +234,8 @@ torch.manual_seed(1)
 liked = torch.randn(512, 16) + torch.linspace(-1, 1, 16)
 routing = tmoe.Routing(16, 2, "DeepSeekV3")
 bias, imbalance = torch.zeros(16), []
-for step in range(30):
-    _, ids = tmoe.route(liked, routing, bias=bias)
+for _ in range(30):
+    ids = tmoe.route(liked, routing, bias=bias)[1]
     counts = torch.bincount(ids.flatten().long(), minlength=16)
     imbalance.append((counts.max() / counts.float().mean()).item())
     tmoe.update_correction_bias(bias, counts, rate=0.02)

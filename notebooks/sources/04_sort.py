@@ -151,7 +151,7 @@ pictures.show(
 # the rows:
 
 # %%
-from tmoe.kernels.sort import _sort_kernel, _write_tiles, sort_tokens
+from tmoe.kernels.sort import _sort_kernel, sort_tokens
 
 lesson.show(_sort_kernel, "first_rows = tl.cumsum", "row_to_slot_ptr + row")
 

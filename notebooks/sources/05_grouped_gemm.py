@@ -24,7 +24,6 @@ import tmoe
 # Rows stand in expert order, as notebook 4 left them: expert e owns the rows from `expert_offsets[e]` to
 # `expert_offsets[e + 1]`. Weights are (E, N, D): N output columns for each expert, D numbers deep. The reference is a
 # loop over experts:
-
 # %%
 from tmoe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
 

@@ -22,9 +22,8 @@ import tmoe
 # ## Where a token's rows are
 #
 # `slot_to_row` (notebook 4) says it. Token t adds up the rows `slot_to_row[t, 0]` … `slot_to_row[t, K - 1]`.
-
 # %%
-from tmoe.kernels.combine import combine, combine_ref
+from tmoe.kernels.combine import combine
 from tmoe.kernels.sort import sort_tokens
 
 topk_ids = torch.tensor([[2, 0], [2, 3], [0, 2], [3, 2]])

@@ -27,7 +27,6 @@ import tmoe
 #
 # A call is first written down as a **problem**: sizes, dtype, machine, and what is asked for. Nothing else is looked at afterwards.
 # So you can ask about a machine that you don't have. Let us describe an H200 and one layer of Qwen3:
-
 # %%
 from tmoe.dispatch.known import MODELS, problem_of
 from tmoe.dispatch.problem import Machine
@@ -91,7 +90,7 @@ machines["no GPU"] = Machine("cpu", torch_version="2.11.0", triton_version="3.6.
 backends = ["triton", "torch", "flashinfer_trtllm", "flashinfer_cutlass"]
 
 figure, axes = pictures.panels(8.6, 2.6)
-for x, (gpu, machine) in enumerate(machines.items()):
+for x, machine in enumerate(machines.values()):
     decision = tmoe.explain(replace(problem, machine=machine))
     for candidate in decision.candidates:
         if candidate.name in backends:

@@ -24,7 +24,6 @@ import tmoe
 # ## Two limits
 #
 # A GPU can do two things at a time: move bytes from its memory, and multiply. An H200 was measured at
-
 # %%
 from tmoe.bench.roofline import ROOFS, experts_work
 
@@ -102,7 +101,7 @@ for number, name in enumerate(("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-120b"))
 axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="TFLOP/s")
 axes.text(3, 16, "4.35 TB/s", rotation=37, ha="center")
 axes.text(700, 800, "746 TFLOP/s", ha="center", va="bottom")
-axes.set_ylim(2, 1500)
+axes.set_ylim(1.6, 1500)
 axes.legend(loc="lower right")
 pictures.show(
     figure,

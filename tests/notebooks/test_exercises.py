@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from exercises import problem_with
 
+from exercises import problem_with
 from tests.notebooks.folder import committed, exercises, outputs
 from tests.notebooks.wrong_answers import WRONG
 

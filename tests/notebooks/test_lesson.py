@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 import sys
 
-import lesson
 import pytest
 
+import lesson
 from tmoe.kernels.combine import _combine_kernel
 
 
