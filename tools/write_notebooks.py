@@ -66,9 +66,12 @@ def execute(notebook: NotebookNode, kernel: KernelManager) -> NotebookNode:
     """Run all cells and return the notebook with its outputs; an error in a cell is raised."""
     forget = nbformat.v4.new_code_cell("%reset -f")
     notebook.cells.insert(0, forget)
+    client = NotebookClient(notebook, km=kernel, timeout=TIMEOUT, coalesce_streams=True)
     try:
-        NotebookClient(notebook, km=kernel, timeout=TIMEOUT).execute()
+        client.execute()
     finally:
+        if client.kc is not None:
+            client.kc.stop_channels()  # the kernel goes on; this end of it is no longer needed
         notebook.cells.remove(forget)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, 1):
