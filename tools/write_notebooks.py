@@ -52,10 +52,13 @@ def read_source(source: Path) -> NotebookNode:
 @contextmanager
 def running_kernel() -> Iterator[KernelManager]:
     """A Python process that notebooks run in, one after the other."""
-    search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # cell 1 sets it
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), environment.get("PYTHONPATH")))
+    )
     with tempfile.TemporaryDirectory() as folder:  # for sockets that nobody else can open
         manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-        manager.start_kernel(cwd=str(NOTEBOOKS), env={**os.environ, "PYTHONPATH": search_path})
+        manager.start_kernel(cwd=str(NOTEBOOKS), env=environment)
         try:
             yield manager
         finally:

@@ -47,7 +47,7 @@ down = torch.randn(E, H, I) / I**0.5
 # %% [markdown]
 # ## One expert
 #
-# An expert is two matrix products with a bend in between. The first product gives 2·I numbers, in two halves called
+# An expert is two matrix products with a nonlinear function in between. The first product gives 2·I numbers, in two halves called
 # *gate* and *up*. SwiGLU makes I numbers of them: `silu(gate) * up`. The second product leads back to H numbers.
 
 

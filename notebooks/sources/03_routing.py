@@ -138,7 +138,7 @@ print([round(w, 4) for w in (pair / pair.sum()).tolist()])
 # %% [markdown]
 # ## Groups
 #
-# DeepSeek-V3 has 256 experts in 8 groups of 32, and a group lives on one machine. A token may use 4 groups only, so it
+# DeepSeek-V3 has 256 experts in 8 groups of 32, made to live on a machine each. A token may use 4 groups only, so it
 # travels to 4 machines at most. A group's score is the **sum of its two best** choices. Then 8 experts are chosen among
 # those of the kept groups.
 

@@ -141,18 +141,18 @@ tiles = [
 ]
 
 
-def schedule(tiles, workers, cost):
+def schedule(tiles, workers):
     """(worker, start, end, tile): each tile goes to the worker who is free first."""
-    free = [0.0] * workers
+    free = [0] * workers
     plan = []
     for tile in tiles:
         worker = free.index(min(free))
-        plan.append((worker, free[worker], free[worker] + cost(tile), tile))
-        free[worker] += cost(tile)
+        plan.append((worker, free[worker], free[worker] + 1, tile))  # all tiles take equally long
+        free[worker] += 1
     return plan
 
 
-plan = schedule(tiles, workers, lambda tile: 1.0)
+plan = schedule(tiles, workers)
 print(len(tiles), "tiles in", max(end for _, _, end, _ in plan), "rounds of", workers, "workers")
 
 # %%
@@ -248,7 +248,7 @@ pictures.show(
 )
 
 # %% [markdown]
-# With one token each expert has one row, and a tile of 128 rows computes 127 of them for nothing. With thousands of tokens
+# With one token each expert that is used has one row, and a tile of 128 rows computes 127 of them for nothing. With thousands of tokens
 # the waste is small, and large tiles win since they load less. So `block_m` has to follow the number of rows per expert. The
 # project keeps that choice as data. These are rows of its table for Hopper GPUs, with the mean number of rows per
 # expert up to which each is used (inf: any number):
