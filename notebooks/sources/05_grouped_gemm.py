@@ -86,7 +86,7 @@ pictures.show(
 # %%
 from tmoe.kernels import gemm_loop, gemm_tile
 
-lesson.show(gemm_loop._add_product)
+lesson.show(gemm_loop.add_product)
 
 # %% [markdown]
 # Where a tile's rows are was written down by the sort (notebook 4), so a program needs one load to know its job:

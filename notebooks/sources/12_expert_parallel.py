@@ -39,16 +39,24 @@ weights = [torch.tensor([[0.7, 0.3]] * 3) for rank in range(2)]
 # %% [markdown]
 # ## Where must a token go?
 #
-# To the ranks that have its experts. If both of its experts are on the same rank, it goes there **once**, not twice. These three
-# functions are the library's.
+# To the ranks that have its experts. If both of its experts are on the same rank, it goes there **once**, not twice. A kernel of the
+# project finds that out. Its program p looks through all tokens for those that go to rank p, and numbers them:
 
 # %%
-from tmoe.parallel.routes import ranks_of, slots_of, visits
+from tmoe.kernels.exchange_place import _place_kernel, place
+from tmoe.parallel.routes import slots_on
 
-goes_to = []
+lesson.show(_place_kernel, "goes = tl.max", "row = tl.where")
+
+# %% [markdown]
+# `slots` are the token's K experts, and this rank has those from `first` on, up to `end`. `tl.max` over them is an "or": does *one* of
+# them live here? The exclusive sum (notebook 4) gives each token that does its row in the message.
+
+# %%
+places = [place(ids[rank].to(device), slots_on(placement, device)) for rank in range(2)]
+goes_to = [(p.rows >= 0).cpu() for p in places]  # (tokens, ranks)
+
 for rank in range(2):
-    slots = slots_of(ids[rank], placement, lambda: torch.arange(3))
-    goes_to.append(visits(ranks_of(slots, placement), 2))  # (tokens, ranks), bool
     for t in range(3):
         there = [r for r in range(2) if goes_to[rank][t, r]]
         print(f"rank {rank}, token {t}: experts {ids[rank][t].tolist()}, goes to ranks {there}")
@@ -82,9 +90,9 @@ pictures.show(
 # come.
 
 # %%
-sent = torch.stack([visited.sum(0) for visited in goes_to])
 print("rows from rank (down) to rank (across):")
-print(sent.tolist())
+for p in places:
+    print(p.counts.tolist())
 
 # %% [markdown]
 # ## Dispatch
@@ -155,6 +163,8 @@ print(
 # | the lists of rows | `torch.distributed` collectives, packed into one message when they are small |
 # | the two loops | every rank runs the same code at the same time |
 # | our placement | `tmoe.parallel.parallelize(model, ...)` divides a model's experts |
+#
+# How to use it is in [docs/parallel.md](../docs/parallel.md).
 #
 # ## How much is sent
 #
