@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint bench clean
+.PHONY: help setup demo test test-gpu lint bench notebooks clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ lint: $(READY) ## ruff on everything, mypy on tmoe/
 bench: $(READY) ## measure every operation at the shapes of real models (needs a GPU)
 	@$(BIN)/python -m pytest bench --benchmark-quiet --benchmark-json=bench.json $(PYTEST_ARGS)
 	@if command -v nvidia-smi >/dev/null; then $(BIN)/tmoe bench report bench.json; fi
+
+notebooks: $(READY) ## run every notebook and write its outputs
+	@$(BIN)/python -m tools.write_notebooks
 
 setup: $(READY) ## only set up .venv
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "tmoe").rglob("*.py")])
-OTHERS = ("tests", "bench", "tools")
+OTHERS = ("tests", "bench", "tools", "notebooks")
 SOURCES = sorted([*LIBRARY, *(path for name in OTHERS for path in (ROOT / name).rglob("*.py"))])
 SOFT_CAP, HARD_CAP = 300, 400  # lines
 
@@ -153,6 +153,6 @@ def test_no_file_names_a_path_of_one_machine():
     local = re.compile(r"(?<![\w.:/-])(/(home|root|work|workspace|mnt|opt|Users)/\w|~/\w)")
     folders = ("kernels", "tmoe", *OTHERS, ".ci", ".github")
     texts = [*ROOT.iterdir(), *(path for name in folders for path in (ROOT / name).rglob("*"))]
-    suffixes = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".in", "")
+    suffixes = (".py", ".ipynb", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".in", "")
     texts = [path for path in texts if path.suffix in suffixes and path.is_file()]
     assert not [_name(path) for path in texts if local.search(path.read_text())]
