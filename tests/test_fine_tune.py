@@ -31,12 +31,12 @@ def fine_tune(data, steps, *, on_tmoe):
     return torch.tensor(losses)
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_same_loss_as_eager(steps):
     data = text.as_bytes(text.read_text(text.stdlib_dir(), held_out=False)[:200_000])
     want = fine_tune(data, steps, on_tmoe=False)
     with CountOps() as ops:
         got = fine_tune(data, steps, on_tmoe=True)
     assert ops.calls["fused_experts_train"] == 4 * steps
-    torch.testing.assert_close(got[-8:].mean(), want[-8:].mean(), rtol=5e-4, atol=0)
+    torch.testing.assert_close(got[-10:].mean(), want[-10:].mean(), rtol=5e-4, atol=0)
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
