@@ -55,3 +55,13 @@ def test_what_it_says_of_a_decode_step():
     assert f"{theirs['graph_ms']:.2f} ms, at 16 sequences" in README
     ours, theirs = found["replace_moe", 16], found["grouped_mm", 16]
     assert f"{ours['graph_ms']:.2f} ms against {theirs['graph_ms']:.2f} ms" in README
+
+
+def test_what_it_says_of_training():
+    rows = json.loads((RESULTS / "h200_training.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["way"], row["shape"], row["tokens"]): row for row in rows}
+    pairs = [(found["tmoe", *cell], row) for (way, *cell), row in found.items() if way[0] == "g"]
+    speedups = [theirs["us"] / ours["us"] for ours, theirs in pairs]
+    assert f"{min(speedups):.2f} to {max(speedups):.2f} × as fast" in README
+    shares = [ours["activation_bytes"] / theirs["activation_bytes"] for ours, theirs in pairs]
+    assert f"holds {min(shares):.2f} to {max(shares):.2f} of its activations" in README

@@ -26,7 +26,8 @@ def shaken(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+                values = torch.randn(parameter.shape, generator=generator, device="cpu")
+                parameter.copy_(values * parameter.shape[-1] ** -0.5)
     return model
 
 
