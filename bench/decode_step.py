@@ -9,8 +9,6 @@ Needs a GPU and transformers.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import tmoe
-from tmoe.bench.machine import machine_info
+from bench.script import command_of, write_record
 from tmoe.demo.timing import median_ms
 
 WAYS = ("grouped_mm", "batched_mm", "tmoe", "replace_moe")
@@ -106,10 +104,8 @@ def main() -> None:
             )
         )
     if options.out is not None:
-        command = " ".join(["python", "-m", "bench.decode_step", *sys.argv[1:]])
-        found = {"machine_info": machine_info(torch.device("cuda")), "command": command}
-        text = json.dumps(found | {"layers": options.layers, "rows": rows}, indent=1)
-        options.out.write_text(text + "\n", encoding="utf-8")
+        command = command_of("python -m bench.decode_step", options.out)
+        write_record(options.out, torch.device("cuda"), command, layers=options.layers, rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Needs a GPU.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tmoe
+from bench.script import command_of, write_record
 from tmoe.backends.triton_backend import TritonBackend
-from tmoe.bench.machine import machine_info
 from tmoe.dispatch.backend import Replayed
 from tmoe.library import shortcut
 from tmoe.ops import router
@@ -94,10 +92,8 @@ def main() -> None:
         table.add_row(row["call"], row["way"], f"{row['us']:.1f}")
     Console().print(table)
     if options.out is not None:
-        command = " ".join(["python", "-m", "bench.host_time", *sys.argv[1:]])
-        found = {"machine_info": machine_info(torch.device("cuda")), "command": command}
-        text = json.dumps(found | {"tokens": options.tokens, "rows": rows}, indent=1)
-        options.out.write_text(text + "\n", encoding="utf-8")
+        command = command_of("python -m bench.host_time", options.out)
+        write_record(options.out, torch.device("cuda"), command, tokens=options.tokens, rows=rows)
 
 
 if __name__ == "__main__":

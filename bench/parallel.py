@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
-from tmoe.bench.machine import machine_info
+from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.parallel import fixed_tokens, parallelize
 from tmoe.parallel.choose import ROUTE
@@ -242,15 +238,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,128,1024,8192")
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args()
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("x",))
+    device, mesh = start_ranks()
     counts = [int(text) for text in options.tokens.split(",")]
     rows: list[Any] = []
     for model in options.models.split(","):
@@ -258,9 +246,8 @@ def main() -> None:
             rows += measure(SHAPES[model], scheme, counts, mesh, device)
             torch.cuda.empty_cache()
             if options.out is not None and dist.get_rank() == 0:
-                command = " ".join(["torchrun", "-m", "bench.parallel", *sys.argv[1:]])
-                found = {"machine_info": machine_info(device), "command": command, "rows": rows}
-                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                command = command_of("torchrun -m bench.parallel", options.out)
+                write_record(options.out, device, command, rows=rows)
     dist.destroy_process_group()
 
 

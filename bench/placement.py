@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
 from bench.parallel import EXCHANGES, build, graph_us
-from tmoe.bench.machine import machine_info
+from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, ZIPF
 from tmoe.demo.shapes import MoEShape
 from tmoe.parallel import Placement, balance, fixed_tokens, parallelize, rebalance
@@ -157,15 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--redundant", default="0,4")
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args(arguments)
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("x",))
+    device, mesh = start_ranks()
     counts, copies = ([int(text) for text in words.split(",")]
                       for words in (options.tokens, options.redundant))  # fmt: skip
     rows: list[Any] = []
@@ -173,9 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
         for scheme in options.schemes.split(","):
             rows += measure(SHAPES[model], scheme, counts, copies, mesh, device)
     if options.out is not None and dist.get_rank() == 0:
-        command = " ".join(["torchrun -m bench.placement", *(arguments or sys.argv[1:])])
-        found = {"machine_info": machine_info(device), "command": command, "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        command = command_of("torchrun -m bench.placement", options.out, arguments)
+        write_record(options.out, device, command, rows=rows)
     dist.destroy_process_group()
 
 

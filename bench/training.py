@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tmoe
+from bench.script import command_of
 from tmoe.bench.activation_memory import peak_memory
 from tmoe.bench.gradients import check_gradients
 from tmoe.bench.machine import machine_info
@@ -102,8 +101,7 @@ def main() -> None:
     parser.add_argument("--commit", help="written down where the machine has no git")
     parser.add_argument("--out", type=Path, help="write JSON here too, after every row")
     options = parser.parse_args()
-    given = [text for text in sys.argv[1:] if text not in ("--out", str(options.out))]
-    command = " ".join(["python", "-m", "bench.training", *map(shlex.quote, given)])
+    command = command_of("python -m bench.training", options.out)
     machine = machine_info(DEVICE)
     machine["commit"] = options.commit or machine["commit"]
     machine["matmul_tflops_at_start"] = matmul_tflops(DEVICE, DTYPE)

@@ -6,9 +6,11 @@ import json
 import sys
 
 import pytest
+import torch
 
 import tmoe.bench.run as running
 from bench import record, startup
+from bench.script import command_of, write_record
 from tmoe.bench.records import read_results
 from tmoe.bench.report import Report
 from tmoe.bench.run import Selection
@@ -87,3 +89,17 @@ def test_a_decode_step_is_measured(tmp_path, monkeypatch):
     rows = json.loads(out.read_text())["rows"]
     assert [row["experts"] for row in rows] == ["grouped_mm", "batched_mm", "tmoe", "replace_moe"]
     assert all(row["tokens"] == 2 and 0 < row["graph_ms"] and 0 < row["eager_ms"] for row in rows)
+
+
+def test_a_record_says_nothing_of_where_it_was_written(tmp_path, monkeypatch):
+    out = tmp_path / "a record.json"
+    monkeypatch.setattr(sys, "argv", ["host_time", "--tokens", "1 2", "--out", str(out)])
+    command = command_of("python -m bench.host_time", out)
+    write_record(out, torch.device("cpu"), command, tokens=1, rows=[{"us": 2.5}])
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found.pop("machine_info")["kernels_hash"]
+    assert found == {
+        "command": "python -m bench.host_time --tokens '1 2'",
+        "tokens": 1,
+        "rows": [{"us": 2.5}],
+    }
