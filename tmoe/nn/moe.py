@@ -132,21 +132,31 @@ class MoE(nn.Module):
 
         `topk_ids` (T, K), of an earlier run or of a table, take the place of the selection.
         """
+        tokens, topk_weights, topk_ids = self._routed(x, topk_ids)
+        y = self.experts(tokens, topk_ids, topk_weights)
+        if x.ndim != 2:  # not as a view, on which FSDP2's hooks could get lost
+            y = torch.ops.aten._unsafe_view.default(y, x.shape)
+        if self.shared_expert is not None:
+            y = y + self._shared(x)
+        return y.to(x.dtype)
+
+    def _routed(self, x: Tensor, topk_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x as (T, H), and the weights and ids (T, K) of its tokens."""
         expect_type(x, Tensor, "MoE", "x")
         H = self.hidden_size
         ok = x.ndim > 0 and x.shape[-1] == H
         expect(ok, "MoE", "x", f"of shape (..., {H})", tuple(x.shape))
         tokens = x.reshape(-1, H)
         _, topk_weights, topk_ids = self.gate(tokens, topk_ids)
-        y = self.experts(tokens, topk_ids, topk_weights)
-        if x.ndim != 2:  # not as a view, on which FSDP2's hooks could get lost
-            y = torch.ops.aten._unsafe_view.default(y, x.shape)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:
-                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-            y = y + shared
-        return y.to(x.dtype)
+        return tokens, topk_weights, topk_ids
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """What the shared expert, which there has to be, says to x."""
+        assert self.shared_expert is not None
+        shared: Tensor = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return shared
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for key in list(state_dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +16,15 @@ from tmoe.kernels.exchange_ref import Parts, Places, Slots
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _kernels() -> SimpleNamespace | None:
+    """The kernels, imported by the first call; None without Triton."""
+    if find_spec("triton") is None:
+        return None
+    from tmoe.kernels.exchange_pack import pack
+    from tmoe.kernels.exchange_place import place
+    from tmoe.kernels.exchange_sum import sum_rows
+
+    return SimpleNamespace(pack=pack, place=place, sum_rows=sum_rows)
 
 
 def place_tokens(
@@ -25,10 +33,10 @@ def place_tokens(
 ) -> Places:  # fmt: skip
     """See `tmoe.kernels.exchange_place.place`."""
     where = {"own": own, "capacity": capacity, "first_turn": first_turn}
-    if topk_ids.is_cuda and _has_triton():
-        from tmoe.kernels.exchange_place import place
-
-        return place(topk_ids, slots, dropped=dropped, **where)
+    kernels = _kernels() if topk_ids.is_cuda else None
+    if kernels is not None:
+        places: Places = kernels.place(topk_ids, slots, dropped=dropped, **where)
+        return places
     found = ref.place_ref(topk_ids, slots, **where)
     if dropped is not None:
         dropped += (found.counts - capacity).clamp(min=0).sum()
@@ -41,21 +49,21 @@ def pack_tokens(
 ) -> None:  # fmt: skip
     """See `tmoe.kernels.exchange_pack.pack`."""
     where: dict[str, Any] = {"num_sent": num_sent, "gap": gap}
-    if tokens.x.is_cuda and _has_triton():
-        from tmoe.kernels.exchange_pack import pack
-
+    kernels = _kernels() if tokens.x.is_cuda else None
+    if kernels is not None:
         x = tokens.x if tokens.x.stride(1) == 1 else tokens.x.contiguous()
         weights = tokens.weights if tokens.weights.stride(1) == 1 else tokens.weights.contiguous()
         tokens = tokens._replace(x=x, weights=weights)
-        pack(message, tokens, places, first, own=own, capacity=capacity, **where)
+        kernels.pack(message, tokens, places, first, own=own, capacity=capacity, **where)
     else:
         ref.pack_ref(message, tokens, places, first, **where)
 
 
 def add_up(back: Tensor, own: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, H) in `dtype`; see `tmoe.kernels.exchange_sum.sum_rows`."""
-    if rows.is_cuda and _has_triton() and back.dtype != torch.float64:
-        from tmoe.kernels.exchange_sum import sum_rows
-
-        return sum_rows(back.new_empty(rows.shape[0], back.shape[1], dtype=dtype), back, own, rows)
+    kernels = _kernels() if back.is_cuda and back.dtype != torch.float64 else None
+    if kernels is not None:
+        out = back.new_empty(rows.shape[0], back.shape[1], dtype=dtype)
+        y: Tensor = kernels.sum_rows(out, back, own, rows)
+        return y
     return ref.sum_ref(back, own, rows, dtype)

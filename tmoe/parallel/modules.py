@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..nn import Experts, MoE, SharedExpert
 from ..ops import fused_experts
@@ -96,20 +95,8 @@ class ParallelMoE(MoE):
 
     def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
         """x (..., H) of this rank -> the same shape and dtype."""
-        expect_type(x, Tensor, "MoE", "x")
-        H = self.hidden_size
-        ok = x.ndim > 0 and x.shape[-1] == H
-        expect(ok, "MoE", "x", f"of shape (..., {H})", tuple(x.shape))
-        tokens = x.reshape(-1, H)
-        _, topk_weights, topk_ids = self.gate(tokens, topk_ids)
+        tokens, topk_weights, topk_ids = self._routed(x, topk_ids)
         beside = None if self.shared_expert is None else lambda: self._shared(x)
         y, shared = self.experts.run(tokens, topk_ids, topk_weights, beside)
         y = y.reshape(x.shape)
         return (y if shared is None else y + shared).to(x.dtype)
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert isinstance(self.shared_expert, nn.Module)
-        shared: Tensor = self.shared_expert(x)
-        if self.shared_expert_gate is not None:
-            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
-        return shared
