@@ -67,6 +67,7 @@ def main(rank: int, store: str) -> None:
         # Codes stay whole on every rank: FSDP would flatten them.
         held = {p for p in layer.parameters() if isinstance(p, tmoe.QuantizedTensor)}
         compare(f"lora-{scheme}", layer, rank, **({"ignored_params": held} if held else {}))
+    dist.barrier()  # neither leaves while the other still talks to it
     dist.destroy_process_group()
 
 
