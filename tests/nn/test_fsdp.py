@@ -1,10 +1,5 @@
 """FSDP2 around the layer: shards, gathers and reduces, with the same numbers."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.nn import fsdp_ranks
 from tests.nn.layers import H, make_layer
 from tests.nn.test_training import gradients
-
-ROOT = Path(__file__).parents[2]
+from tests.parallel.ranks import ranks
 
 
 @pytest.fixture
@@ -47,18 +42,8 @@ def test_mixed_precision_leaves_the_correction_bias_alone(mesh):
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
-def test_two_ranks(tmp_path):
+def test_two_ranks():
     """Sharded and reduced over two processes: every layer of layers.py, bf16 parameters with fp32
     sums, adapters on plain and on quantised experts."""
-    command = [sys.executable, "-m", "tests.nn.fsdp_rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors
+    with ranks(2) as group:
+        group.run(fsdp_ranks.compare_all)

@@ -1,15 +1,10 @@
-"""One of two ranks: a layer under fully_shard, its gradients gathered, compared with a whole one.
-
-python -m tests.nn.fsdp_rank RANK STORE
-"""
+"""What two ranks run: layers under fully_shard, their gradients compared with whole ones."""
 
 from __future__ import annotations
 
 import copy
-import sys
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -51,9 +46,7 @@ def compare(name, layer, rank, *, inner=False, policy=None, **kept):
         assert error < (2**-8 if policy else 1e-5), (name, parameter, float(error))
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+def compare_all(rank: int) -> None:
     for case in CASES:
         compare(case, make_layer(case), rank)
     compare("inner", make_layer("deepseek"), rank, inner=True)
@@ -67,9 +60,3 @@ def main(rank: int, store: str) -> None:
         # Codes stay whole on every rank: FSDP would flatten them.
         held = {p for p in layer.parameters() if isinstance(p, tmoe.QuantizedTensor)}
         compare(f"lora-{scheme}", layer, rank, **({"ignored_params": held} if held else {}))
-    dist.barrier()  # neither leaves while the other still talks to it
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
