@@ -114,8 +114,10 @@ def section(name: str, heading: str, schemes: tuple[str, ...]) -> Iterator[str]:
     report = Report(read_results([RESULTS / name]), "triton")
     yield f"## {heading}"
     facts = [fact for fact in report.facts if not fact.startswith(report.results["command"])]
-    command = f"Recorded in [{name}](../bench/results/{name}) with\n\n```console\n"
-    yield f"{command}$ {report.results['command']}\n```"
+    command, _, besides = report.results["command"].partition("; ")
+    yield f"Recorded in [{name}](../bench/results/{name}) with\n\n```console\n$ {command}\n```"
+    if besides:
+        yield f"and, {besides}."
     yield "\n".join(f"* {fact}" for fact in facts)
     for table in report.tables:
         yield table.as_markdown()

@@ -1,4 +1,4 @@
-"""docs/formats.md: its tables are the library's, its examples run, its numbers are measured."""
+"""docs/formats.md: its tables are the library's, its numbers are measured."""
 
 from __future__ import annotations
 
@@ -22,9 +22,3 @@ def test_the_tables_are_up_to_date(table):
 def test_every_format_has_a_section():
     headings = " ".join(re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE))
     assert not [name for name in FORMATS if f"`{name}`" not in headings]
-
-
-def test_the_examples_run():
-    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 5
-    exec("\n".join(blocks), {})

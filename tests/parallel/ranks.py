@@ -8,7 +8,6 @@ ranks with the rank's number as first argument; results come back as a list.
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import os
 import tempfile
@@ -94,13 +93,3 @@ def words_of(error: BaseException) -> str:
     """An error with the end of its trace."""
     trace = "".join(traceback.format_exception(error)[-6:])
     return f"{type(error).__name__}: {error}\n{trace}"
-
-
-def printed(rank: int, blocks: list[str], page: str) -> list[str]:
-    """The lines that blocks of Python print, one after the other, on one rank."""
-    names: dict[str, object] = {}
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        for block in blocks:
-            exec(compile(block, page, "exec"), names)
-    return out.getvalue().splitlines()

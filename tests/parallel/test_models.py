@@ -1,13 +1,10 @@
 """Whole models of transformers on two ranks say what they say on one."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from tests.integrations.families import FAMILIES
 from tests.parallel import model_ranks
-from tests.parallel.ranks import printed, ranks
+from tests.parallel.ranks import ranks
 from tmoe.integrations.transformers.version import before
 
 NAMES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "llama4_text")
@@ -125,12 +122,3 @@ def test_a_model_that_transformers_divided_runs_on_tmoe(two, saved, name, how, o
         assert found["shape"] == divided
         whole = name == "gpt_oss" and how == "tp"
         assert found["told"] == "right" if whole else "tp_plan does" in found["told"]
-
-
-def test_the_page_about_models_runs(two):
-    """docs/parallel-models.md: it prints what its comments say."""
-    text = (Path(__file__).parents[2] / "docs" / "parallel-models.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    for lines in two.run(printed, blocks, "parallel-models.md"):
-        assert len(lines) == 3 and lines[0].startswith("b'def main(")
-        assert lines[1:] == re.findall(r"print\(.*\)  # (.*)$", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/routing.md: its Python runs and prints what it says, its table and pictures are current."""
+"""docs/routing.md: its table and pictures are current."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ def drawing():
     del sys.modules[spec.name]
 
 
-def test_every_block_runs_and_prints_what_its_comments_say(capsys):
-    names: dict[str, object] = {}
-    wanted = []
-    for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
-        wanted += re.findall(r"^print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
-        assert block.count("print(") == len(re.findall(r"^print\(.*\)  # ", block, re.MULTILINE))
-        exec(compile(block, "routing.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines() == wanted
-
-
 def test_the_table_has_every_method():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*)\|$", PAGE, flags=re.MULTILINE)
     assert sorted(row[0] for row in rows) == sorted(METHODS)
@@ -50,15 +40,6 @@ def test_the_table_has_every_method():
         assert ("b" in takes) == rule.takes_bias
         assert ("c" in takes) == rule.takes_scaling_factor
         assert ("groups" in takes) == rule.takes_groups
-
-
-def test_links_lead_somewhere():
-    headings = re.findall(r"^#+ (.*)$", PAGE, flags=re.MULTILINE)
-    anchors = {"#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-    links = re.findall(r"\]\(([^)]+)\)", PAGE)
-    local = [link for link in links if not link.startswith("https://arxiv.org/abs/")]
-    missing = [link for link in local if link not in anchors and not (DOCS / link).exists()]
-    assert not missing
 
 
 def shown_numbers(path):
