@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 UNFINISHED := $(VENV)/.unfinished
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint bench notebooks clean
+.PHONY: help setup demo test test-gpu lint bench notebooks docs docs-serve clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,12 @@ bench: $(READY) ## measure every operation at the shapes of real models (needs a
 
 notebooks: $(READY) ## run every notebook and write its outputs
 	@$(BIN)/python -m tools.write_notebooks
+
+docs: $(READY) ## build the documentation in build/site; fails on a link that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(READY) ## show the documentation in a browser, and again after each change
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 setup: $(READY) ## only set up .venv
 
