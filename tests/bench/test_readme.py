@@ -1,4 +1,4 @@
-"""The README's table of speeds is what the recorded files say."""
+"""What the README says of speed and accuracy is what the recorded files say."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tmoe.bench.records import read_cells, read_recorded, read_results
 
 TOKENS = (1, 16, 128, 1024, 8192)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+WORDS = " ".join(README.split())
 ROWS = re.findall(r"^\| ([a-z0-9.-]+) \| [\d, ]+ \| (\d.*) \|$", README, re.MULTILINE)
 
 
@@ -43,18 +44,62 @@ def test_what_it_says_of_all_cells(cells):
     assert "In five cells triton_kernels is ahead" in README
 
 
+def test_where_and_when_it_was_recorded():
+    results = read_results([RESULTS / "h200_layer.json"])
+    machine, versions = results["machine_info"], results["machine_info"]["versions"]
+    assert machine["device"] == "NVIDIA H200" and "on one H200, recorded on" in WORDS
+    assert f"recorded on {results['datetime'][:10]}: µs per call" in WORDS
+    torch, triton = versions["torch"].partition("+")[0], versions["triton"]
+    driver = machine["driver"].rpartition(".")[0]
+    assert f"torch {torch}, Triton {triton}, driver {driver};" in WORDS
+    start, end = (round(machine[f"matmul_tflops_at_{when}"]) for when in ("start", "end"))
+    assert f"at {start} before the first cell and at {end} after the last" in WORDS
+    again = read_cells(read_results([RESULTS / "h200_routings.json"]), read_recorded(), "triton")
+    us = {c.us for c in again if (c.shape, c.tokens, c.routing) == ("mixtral-8x7b", 1024, "random")}
+    assert f"took 1346 µs in this run, and {round(us.pop())} µs in the next one" in WORDS
+
+
+def test_what_it_says_of_quantised_weights():
+    results = read_results([RESULTS / "h200_quantized.json"])
+    cells = [cell for cell in read_cells(results, read_recorded(), "triton") if cell.peers]
+
+    def mean(scheme, tokens=None):
+        wanted = [c.speedup for c in cells if c.scheme == scheme and tokens in (None, c.tokens)]
+        return f"{geometric_mean(wanted):.2f} ×"
+
+    assert f"FP8 per tensor {mean('fp8_tensor')}, FP8 per row {mean('fp8_channel')}" in WORDS
+    said = f"FP8 in blocks {mean('fp8_block')} (at 8192 tokens {mean('fp8_block', 8192)}; there"
+    slowest = min((c for c in cells if c.scheme == "fp8_block"), key=lambda c: c.speedup)
+    assert (slowest.tokens, slowest.best_peer) == (8192, "deepgemm")
+    said += f" DeepGEMM is up to {100 / slowest.speedup - 100:.0f} % faster on wide experts)"
+    assert said in WORDS
+    four = f"alone, {mean('mxfp4_a16')} ({mean('mxfp4_a16', 8192)} at 8192 tokens)"
+    assert four in WORDS and {c.shape for c in cells if c.scheme == "mxfp4_a16"} == {"gpt-oss-120b"}
+    behind = sum(cell.loses for cell in cells)
+    assert f"A peer is ahead in {behind} of {len(cells)} cells" in WORDS
+
+
+def test_what_it_says_of_the_demos_model():
+    record = json.loads((ROOT / "tmoe" / "demo" / "model" / "training.json").read_text())
+    bits = record["held_out_bits_per_byte"]
+    assert f"of {record['parameters'] / 1e6:.1f} M parameters" in WORDS
+    assert f"**{bits['fp32']} bits per byte** on {record['held_out_bytes']:,} bytes" in WORDS
+    assert f"(fp32; {bits['bf16']} in bf16)" in WORDS
+    assert f"trained it in {record['seconds']:.0f} s on one H200" in WORDS
+
+
 def test_what_it_says_of_a_decode_step():
     rows = json.loads((RESULTS / "h200_decode_step.json").read_text(encoding="utf-8"))["rows"]
     found = {(row["experts"], row["tokens"]): row for row in rows}
     ours, theirs = found["replace_moe", 1], found["batched_mm", 1]
-    assert f"took {ours['eager_ms']:.1f} ms against {theirs['eager_ms']:.1f} ms" in README
+    assert f"took {ours['eager_ms']:.1f} ms against {theirs['eager_ms']:.1f} ms" in WORDS
     assert theirs["eager_ms"] == min(
         row["eager_ms"] for row in rows if row["tokens"] == 1 and row["experts"].endswith("_mm")
     )
-    assert f"as a CUDA graph {ours['graph_ms']:.2f} ms against" in README
-    assert f"{theirs['graph_ms']:.2f} ms, at 16 sequences" in README
+    assert f"as a CUDA graph {ours['graph_ms']:.2f} ms against" in WORDS
+    assert f"{theirs['graph_ms']:.2f} ms, at 16 sequences" in WORDS
     ours, theirs = found["replace_moe", 16], found["grouped_mm", 16]
-    assert f"{ours['graph_ms']:.2f} ms against {theirs['graph_ms']:.2f} ms" in README
+    assert f"{ours['graph_ms']:.2f} ms against {theirs['graph_ms']:.2f} ms" in WORDS
 
 
 def test_what_it_says_of_training():
@@ -66,6 +111,9 @@ def test_what_it_says_of_training():
         if way == "grouped_mm"
     ]
     speedups = [theirs["us"] / ours["us"] for ours, theirs in pairs]
-    assert f"{min(speedups):.2f} to {max(speedups):.2f} × as fast" in README
+    where = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
+    faster = f"{min(speedups):.2f} to {max(speedups):.2f} × as fast"
+    assert faster in README and faster in where
     shares = [ours["activation_bytes"] / theirs["activation_bytes"] for ours, theirs in pairs]
-    assert f"holds {min(shares):.2f} to {max(shares):.2f} of its activations" in README
+    less = f"holds {min(shares):.2f} to {max(shares):.2f} of its activations"
+    assert less in README and less in where
