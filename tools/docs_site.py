@@ -16,6 +16,7 @@ from typing import Any
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
@@ -124,3 +125,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(old)
         files.append(File.generated(config, uri, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> None:
+    """The front page needs no list of pages beside it."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
