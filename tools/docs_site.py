@@ -41,6 +41,8 @@ def place(path: str) -> str:
     """Where a file of the repository is on the site. One without a page is shown as source."""
     if path in PLACES:
         return PLACES[path]
+    if (ROOT / path).is_dir():
+        return f"source/{path}.md"
     top, _, rest = path.partition("/")
     if top in ("docs", "notebooks") and path.endswith((".md", ".ipynb")):
         return posixpath.join(PLACES[top], re.sub(r"\.ipynb$", ".md", rest))
@@ -96,7 +98,7 @@ class Site:
         self.texts[where] = f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# `{path}`\n\n"
         if (ROOT / path).is_dir():
             for file in sorted((ROOT / path).iterdir()):
-                if file.suffix in WORDS:
+                if file.suffix in (*WORDS, ".md", ".ipynb"):
                     link = self._link(f"{path}/{name}", file.name)
                     self.texts[where] += f"* [{file.name}]({posixpath.join(name, link)})\n"
             return
