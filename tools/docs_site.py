@@ -31,7 +31,7 @@ PLACES = {
     "notebooks": "learn",
     "docs": "",
 }
-PICTURES = (".png", ".svg")
+PAGES, PICTURES = (".md", ".ipynb"), (".png", ".svg")
 WORDS = {".py": "python", ".json": "json", ".jinja": "jinja", ".toml": "toml", ".yml": "yaml"}
 # Code, where nothing is a link, or the target of a link or picture.
 _LINK = re.compile(r"^ *```.*?^ *```$|`[^`\n]*`|(?<=\]\()[^)\s]+(?=\))", re.M | re.S)
@@ -44,11 +44,15 @@ def place(path: str) -> str:
     if (ROOT / path).is_dir():
         return f"source/{path}.md"
     top, _, rest = path.partition("/")
-    if top in ("docs", "notebooks") and path.endswith((".md", ".ipynb")):
+    if top in ("docs", "notebooks") and path.endswith(PAGES):
         return posixpath.join(PLACES[top], re.sub(r"\.ipynb$", ".md", rest))
     if top == "docs" and not path.endswith(".py"):
         return rest
     return path if path.endswith(PICTURES) else f"source/{path}.md"
+
+
+def _relative(place: str, page: str) -> str:
+    return posixpath.relpath(place, posixpath.dirname(page) or ".")
 
 
 class Site:
@@ -76,35 +80,36 @@ class Site:
         self.texts[place(path)] = _LINK.sub(moved, text)
 
     def _link(self, path: str, target: str) -> str:
-        """A link of the page, from where it is on the site to where its target is."""
+        """A link of the page `path`, from where that is on the site to where its target is."""
         name, hash_, anchor = target.partition("#")
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
-        if (ROOT / wanted).is_dir() and (ROOT / wanted / "README.md").exists():
-            wanted = f"{wanted}/README.md"
         if not (ROOT / wanted).exists():
             return target  # mkdocs says so, with the page
-        where = place(wanted)
-        if where.startswith("source/"):
-            self._show(wanted)
-        elif wanted.endswith(PICTURES):
-            self.contents[where] = (ROOT / wanted).read_bytes()
-        return posixpath.relpath(where, posixpath.dirname(place(path)) or ".") + hash_ + anchor
+        return _relative(self._bring(wanted), place(path)) + hash_ + anchor
 
-    def _show(self, path: str) -> None:
-        """A page that shows a file, or lists the texts in a folder."""
-        where, name = place(path), PurePosixPath(path).name
-        if where in self.texts:
-            return
-        self.texts[where] = f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# `{path}`\n\n"
+    def _bring(self, path: str) -> str:
+        """Where a file or folder is on the site, after seeing to it that it is there."""
+        if (ROOT / path / "README.md").exists():
+            path = f"{path}/README.md"
+        where = place(path)
+        if where.startswith("source/") and where not in self.texts:
+            name = PurePosixPath(path).name
+            self.texts[where] = (
+                f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# `{path}`\n\n"
+            )
+            self.texts[where] += self._shown(path, where)
+        elif path.endswith(PICTURES):
+            self.contents[where] = (ROOT / path).read_bytes()
+        return where
+
+    def _shown(self, path: str, where: str) -> str:
+        """A file as a block, or a folder as a list of the texts in it."""
         if (ROOT / path).is_dir():
-            for file in sorted((ROOT / path).iterdir()):
-                if file.suffix in (*WORDS, ".md", ".ipynb"):
-                    link = self._link(f"{path}/{name}", file.name)
-                    self.texts[where] += f"* [{file.name}]({posixpath.join(name, link)})\n"
-            return
+            files = [f for f in sorted((ROOT / path).iterdir()) if f.suffix in (*WORDS, *PAGES)]
+            places = {file.name: self._bring(f"{path}/{file.name}") for file in files}
+            return "".join(f"* [{name}]({_relative(to, where)})\n" for name, to in places.items())
         word = WORDS.get(PurePosixPath(path).suffix, "text")
-        text = (ROOT / path).read_text(encoding="utf-8").rstrip()
-        self.texts[where] += f"````{word}\n{text}\n````\n"
+        return f"````{word}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n````\n"
 
     def add_notebook(self, file: Path) -> None:
         """A notebook with the outputs that are committed; nothing runs."""
