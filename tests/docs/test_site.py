@@ -16,7 +16,6 @@ import pytest
 from tests.docs.blocks import ROOT, pages
 
 # What builds the site isn't installed on Python 3.10.
-bs4 = pytest.importorskip("bs4")
 markdown_it = pytest.importorskip("markdown_it")
 docs_site = pytest.importorskip("tools.docs_site")
 
@@ -92,9 +91,7 @@ def test_every_link_and_picture_leads_somewhere(site):
 def test_nothing_is_fetched_from_elsewhere(site):
     for path in site.rglob("*.html"):
         head = path.read_text(encoding="utf-8").partition("<article")[0]
-        page = bs4.BeautifulSoup(head, "html.parser")
-        fetched = [tag.get("src") or tag.get("href") for tag in page.select("script, link")]
-        assert not [url for url in fetched if url and "//" in url], path
+        assert not re.search(r'<(script|link|img)[^>]*(src|href)="(https?:)?//', head), path
 
 
 def test_search_finds_texts_names_and_outputs(site):
