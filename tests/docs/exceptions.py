@@ -33,7 +33,7 @@ NOT_STARTED: dict[str, str] = {
     "python -m bench.record…": "tests/bench/test_scripts.py, with a small plan",
     "python -m bench.startup…": "tests/bench/test_scripts.py, on a small layer",
     "python -m bench.decode_step…": "tests/bench/test_scripts.py, on a small model",
-    "python -m bench.…": "a GPU; bench/results has what they wrote",
+    "python -m bench.…": "a GPU, or what one recorded; bench/results has what they wrote",
     "python -m pytest …": "tests/bench/test_operations.py, with small cases",
     "pytest bench…": "tests/bench/test_operations.py, with small cases",
     "python -m tools.write_notebooks …": "tests/notebooks/test_notebooks.py",
