@@ -115,9 +115,7 @@ def test_a_format_that_no_quantiser_makes_is_refused_when_it_is_declared():
         replace(FORMATS["fp8_channel"], name="mine", element=E5M2)
     with pytest.raises(ValueError, match=r"got e4m3 under e4m3"):
         replace(FORMATS["fp8_channel"], name="mine", scale=E4M3)
-    with pytest.raises(
-        ValueError, match=r"\(\(1, 32\),\) for e2m1 under e8m0"
-    ):
+    with pytest.raises(ValueError, match=r"\(\(1, 32\),\) for e2m1 under e8m0"):
         replace(FORMATS["mxfp4"], name="mine", block_shapes=((1, 64),))
 
 
