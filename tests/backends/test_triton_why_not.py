@@ -10,6 +10,8 @@ import torch
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.problem import Machine, Problem
 from tmoe.dispatch.resolve import candidates
+from tmoe.formats import FORMATS, SCHEMES, Scheme
+from tmoe.formats.recipe import Recipe
 
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), triton_version="3.6.0")
 PROBLEM = Problem(
@@ -91,6 +93,20 @@ def test_quantised_weights():
     """fp16 overflows at 65504; scales don't stop there."""
     assert why_not(scheme="mxfp4_a16") is None
     assert why_not(op="quantize", scheme="mxfp4_a16", dtype=torch.float16) is None
+
+
+def test_refuses_scales_of_other_blocks(monkeypatch):
+    """A format that somebody adds: the kernel would read its scales as if they were fine ones."""
+    block_64 = replace(FORMATS["fp8_block"], name="fp8_block_64", block_shapes=((64, 64),))
+    recipe = Recipe.of("test", block_64)
+    plain = {"weights": (recipe,), "inputs": None}
+    rounded = {"weights": SCHEMES["fp8_block"].weights, "inputs": recipe}
+    for name, how in (("new_a16", plain), ("new", rounded)):
+        monkeypatch.setitem(SCHEMES, name, Scheme(name, **how))
+        said = "fp32 scales reach along a row or along 128 of it, those of fp8_block_64 64"
+        assert why_not(scheme=name) == why_not(scheme=name, op="grouped_gemm") == said
+        assert why_not(scheme=name, op="quantize") is None
+    assert all(why_not(scheme=name) is None for name in SCHEMES if "new" not in name)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def results(tmp_path_factory):
 def test_every_operation_is_measured_and_written_down(results):
     infos = [bench["extra_info"] for bench in results["benchmarks"]]
     operations = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
-    assert {info["operation"] for info in infos} == operations and len(operations) == 9
+    assert {info["operation"] for info in infos} == operations and len(operations) >= 9
     for bench, info in zip(results["benchmarks"], infos, strict=True):
         assert (info["shape"], info["tokens"]) == ("tiny", 1)
         assert {"backend", "dtype", "device", "roof"} <= info.keys()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
-from tmoe.formats import FORMATS, Format
+from tmoe import quantize
+from tmoe.formats import FORMATS, ElementType, Format
 from tmoe.formats.format import E2M1, E4M3, E8M0
 
 
@@ -85,7 +86,7 @@ def test_a_matrix_or_half_of_its_rows_has_a_scale():
 
 def test_a_format_is_hashable_and_can_not_be_changed():
     assert len({*FORMATS.values()}) == len(FORMATS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError):
         FORMATS["mxfp8"].name = "another"
 
 
@@ -103,3 +104,27 @@ def test_every_format_says_what_happens_at_the_edges(name):
     for edge in ("zeros", "subnormals", "nan", "inf", "overflow"):
         assert getattr(format, edge), f"{name} says nothing about {edge}"
     assert format.default_scale_rule is None or format.default_scale_rule in format.scale_rules
+
+
+E5M2 = ElementType("e5m2", 8, 57344.0, 2.0**-14, 2.0**-16, True, True, torch.float8_e5m2)
+
+
+def test_a_format_that_no_quantiser_makes_is_refused_when_it_is_declared():
+    """Its codes would be another type's, under its name."""
+    with pytest.raises(ValueError, match=r"Format mine: element and scale must be e4m3 under flo"):
+        replace(FORMATS["fp8_channel"], name="mine", element=E5M2)
+    with pytest.raises(ValueError, match=r"got e4m3 under e4m3"):
+        replace(FORMATS["fp8_channel"], name="mine", scale=E4M3)
+    with pytest.raises(ValueError, match=r"\(\(1, 32\),\) for e2m1 under e8m0"):
+        replace(FORMATS["mxfp4"], name="mine", block_shapes=((1, 64),))
+
+
+def test_a_block_of_another_size_is_data(monkeypatch):
+    """docs/guides/add-a-format.md"""
+    mine = replace(FORMATS["fp8_block"], name="mine", block_shapes=((1, 64),))
+    x = torch.randn(3, 4, 160)
+    monkeypatch.setitem(FORMATS, "mine", mine)
+    q = quantize(x, "mine")
+    assert q.scale.shape == (3, 4, 3) and q.dequantize().shape == x.shape
+    by_hand = quantize(x[..., :64].contiguous(), "fp8_token")
+    assert torch.equal(q.dequantize()[..., :64], by_hand.dequantize())

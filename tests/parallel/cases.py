@@ -37,6 +37,7 @@ class Case:
     placement: tuple[tuple[int, ...], ...] | None = None
     layer: dict[str, Any] = field(default_factory=dict)
     routing: str = "Renormalize"
+    numbers: dict[str, Any] = field(default_factory=dict)  # of the routing
     dtype: torch.dtype = torch.float32
     fixed: Any = False  # or the capacity
     backend: str | None = None
@@ -77,7 +78,7 @@ def mesh_of(case: Case) -> Any:
 
 def make_layer(case: Case) -> tmoe.MoE:
     torch.manual_seed(1)
-    routing = tmoe.Routing(case.experts, case.top_k, case.routing)
+    routing = tmoe.Routing(case.experts, case.top_k, case.routing, **case.numbers)
     layer = tmoe.MoE(case.hidden, case.intermediate, routing, **case.layer)
     for p in layer.parameters():  # so that every factor shows
         p.data.mul_(3)

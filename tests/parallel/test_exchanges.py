@@ -41,6 +41,10 @@ TWO = [
     Case("no gate, tp", **TP, tokens=(5,), layer={"activation": "relu2"}),
     Case("odd width SH05", **TP, tokens=(5,), intermediate=33),
     Case("weight on input", **DPEP, tokens=(5, 2), routing="Llama4", top_k=1),
+    Case(
+        "scaling factor SC05", **DPEP, tokens=(5, 2), routing="MiniMax2",
+        numbers={"scaling_factor": 2.5}, layer={"shared_intermediate_size": 10},
+    ),
     Case("bf16", **DPEP, tokens=(5, 2), dtype=torch.bfloat16),
 ]  # fmt: skip
 

@@ -45,7 +45,12 @@ from ..routing import Routing
 from .triton_candidates import candidates
 from .triton_frozen import frozen_backward
 from .triton_low_rank import low_rank_rows
-from .triton_quantized import form, quantized_experts, quantized_grouped_gemm
+from .triton_quantized import (
+    form,
+    quantized_experts,
+    quantized_grouped_gemm,
+    why_not_scales,
+)
 from .triton_tiles import TABLE, Probe, Tiles, fastest, tiles_name
 from .triton_training import experts_backward, grouped_gemm_backward
 
@@ -91,6 +96,7 @@ class TritonBackend:
         if problem.scheme is not None and problem.op in ("grouped_gemm", "fused_experts"):
             if problem.dtype == torch.float16:
                 return f"fp16 has no room for {problem.scheme} weights times their scales"
+            return why_not_scales(problem.scheme)
         return None
 
     def form(self, problem: Problem) -> str:

@@ -59,6 +59,18 @@ def form(problem: Problem) -> str:
     return f"no block-scaled units: rounded inputs and weights are multiplied as {dtype}"
 
 
+def why_not_scales(scheme: str) -> str | None:
+    """Why the kernels can't multiply under a scheme's scales, or None. Fine ones can't differ:
+    `Format` fixes their blocks."""
+    weights, inputs = SCHEMES[scheme].weights, SCHEMES[scheme].inputs
+    for recipe in (*weights, *(() if inputs is None else (inputs,))):
+        columns = recipe.block_shape[1]
+        if recipe.format.scale is FLOAT32 and columns not in (None, 128):
+            name = recipe.format.name
+            return f"fp32 scales reach along a row or along 128 of it, those of {name} {columns}"
+    return None
+
+
 def quantized_experts(
     x: Tensor,
     gate_up_proj: QuantizedTensor,

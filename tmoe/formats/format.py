@@ -56,6 +56,15 @@ E2M1 = ElementType(
     values=(*_E2M1_POSITIVE, *(-value for value in _E2M1_POSITIVE)),
 )  # fmt: skip
 
+# What the quantisers of kernels/ make: codes under scales of a type, in blocks of that shape alone
+# or, None, of any (on a GPU, of powers of two). Another pair of types needs a quantiser first.
+QUANTISERS: dict[tuple[ElementType, ElementType], Block | None] = {
+    (E4M3, FLOAT32): None,
+    (E4M3, E8M0): (1, 32),
+    (E2M1, E8M0): (1, 32),
+    (E2M1, E4M3): (1, 16),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -77,6 +86,17 @@ class Format:
     nan: str = ""
     inf: str = ""
     overflow: str = ""
+
+    def __post_init__(self) -> None:
+        made = (self.element, self.scale)
+        known = " or ".join(f"{codes.name} under {scale.name}" for codes, scale in QUANTISERS)
+        got = f"{self.element.name} under {self.scale.name}"
+        expect(made in QUANTISERS, f"Format {self.name}", "element and scale", known, got)
+        block = QUANTISERS[made]
+        expect(
+            block is None or self.block_shapes == (block,),
+            f"Format {self.name}", "block_shapes", f"({block},) for {got}", self.block_shapes,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, format: str | Format, op: str) -> Format:
