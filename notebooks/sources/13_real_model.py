@@ -207,8 +207,4 @@ def specialisation(ids, is_kind, expert):
 lesson.check(specialisation)
 
 # %% [markdown]
-# ## What next?
-#
-# * Read a whole kernel: [kernels/README.md](../kernels/README.md) says in which order.
-# * Run your own model: [docs/transformers.md](../docs/transformers.md).
-# * Add a kernel: [CONTRIBUTING.md](../CONTRIBUTING.md) has a checklist.
+# **Next:** [14 · Training](14_training.ipynb): the way back.
