@@ -7,7 +7,6 @@ has unsupported dtype").
 
 from functools import wraps
 
-import numpy as np
 from triton.runtime.interpreter import InterpreterBuilder
 
 
@@ -20,8 +19,8 @@ def _keeping_conditions(create_splat):
     @wraps(create_splat)
     def create(builder, type, value):
         block = create_splat(builder, type, value)
-        if value.data.dtype == np.bool_:
-            block.data = block.data.astype(np.bool_)
+        if value.data.dtype == bool:
+            block.data = block.data.astype(bool)
         return block
 
     return create

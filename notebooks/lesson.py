@@ -104,7 +104,9 @@ def check(answer: Callable[..., Any]) -> None:
     """Try out the answer to the exercise of its name; say that it is right, or why not."""
     from exercises import problem_with
 
-    name = answer.__name__
+    name = getattr(answer, "__name__", None)
+    if name is None:
+        raise TypeError(f"check: takes the function itself, as in check(answer), got {answer!r}")
     problem = problem_with(name, answer)
     print(f"✓ {name}: right!" if problem is None else f"✗ {name}: {problem}")
 

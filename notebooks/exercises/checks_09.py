@@ -6,7 +6,7 @@ from itertools import permutations
 
 import torch
 
-from .judging import ask, compare, compare_tensors, expect
+from .judging import ask, ask_number, compare, compare_tensors, expect
 
 
 def combine_rows(answer):
@@ -37,7 +37,7 @@ def spread(answer):
             "That compares two orders; try all of them.": abs(results[0] - results[-1]),
         }
         wanted = max(results) - min(results)
-        got = float(ask(answer, numbers))
+        got = ask_number(answer, numbers)
         compare(got * 1e7, wanted * 1e7, f"{numbers}, in units of 1e-7", _times(mistakes, 1e7))
 
 

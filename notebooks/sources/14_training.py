@@ -94,7 +94,6 @@ x_, dy_, weights_, gate_up_, down_ = (t.to(device) for t in (x, dy, weights, gat
 order = sort_tokens(ids.to(device), num_experts=E, block_m=16)
 tile = Tile(block_m=16, block_n=32, block_d=32, num_warps=4, num_stages=2)
 empty = x_.new_empty
-
 h, a = empty(S, 2 * I), empty(S, I)
 grouped_gemm(a, x_, gate_up_, order, tile, gather=True, before=h, activation="swiglu", gated=True)
 print("rows per expert:", order.expert_offsets.diff().tolist())
@@ -282,8 +281,8 @@ print("chosen:  ", chosen[0].tolist())
 print("d_logits:", [round(v, 4) for v in logits.grad[0].tolist()])
 
 # %% [markdown]
-# One logit gets what the other loses, since the weights add up to 1. Experts that weren't chosen get 0. So a router never learns from its loss that another expert would have been better; that is one reason for
-# balancing losses and biases (notebook 3). And with K = 1 the only weight is always 1, so there is no gradient at all.
+# One logit gets what the other loses, and experts that weren't chosen get 0: a router never learns from its loss that another expert would have been
+# better. That is one reason for balancing losses and biases (notebook 3). With K = 1 the only weight is always 1, and there is no gradient at all.
 #
 # ## Frozen experts
 #
