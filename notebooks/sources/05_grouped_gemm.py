@@ -110,8 +110,8 @@ print(
 # %% [markdown]
 # ## Who computes which tile, and when
 #
-# There are more tiles than the GPU has *multiprocessors*. Each one takes a tile, finishes it, and takes the next. So a
-# schedule looks like this one for 4 workers. Rows are uneven, since experts are: each colour is an expert, and a number in a
+# A GPU computes in some hundred places at once, its *multiprocessors* (an H200 has 132). There are more tiles than that. Each multiprocessor takes a
+# tile, finishes it, and takes the next. So a schedule looks like this one for 4 workers. Rows are uneven, since experts are: each colour is an expert, and a number in a
 # bar counts the tiles in the order in which they are taken.
 
 # %%

@@ -24,7 +24,7 @@ import tmoe
 # The first product gives 2·I numbers in each row: I gate and I up. SwiGLU makes I of them.
 #
 # * **In two kernels:** the product writes (S, 2I) to memory. The activation reads that and writes (S, I).
-# * **Fused:** the product's program has gate and up in its registers. It activates them and writes (S, I).
+# * **Fused:** the product's program has gate and up in its *registers*, the numbers that it holds on the chip. It activates them and writes (S, I).
 #
 # In numbers that pass through memory, for S rows: 2I + 2I + I = 5I against I.
 
