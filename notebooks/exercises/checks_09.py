@@ -15,7 +15,7 @@ def combine_rows(answer):
     rows[5] = float("nan")
     table = torch.tensor([[0, 3], [4, -1], [-1, -1], [2, 1]], dtype=torch.int32)
     wanted = torch.stack([rows[0] + rows[3], rows[4], torch.zeros(4), rows[2] + rows[1]])
-    got = ask(answer, rows.clone(), table)
+    got = ask(answer, rows, table)
     if isinstance(got, torch.Tensor) and got.shape == wanted.shape:
         expect(
             not got.isnan().any(),

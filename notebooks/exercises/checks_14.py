@@ -37,7 +37,9 @@ def swiglu_backward(answer):
     d_y = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0])
     s = gate.sigmoid()
     d_gate, d_up = d_y * up * (s + gate * s * (1 - s)), d_y * gate * s
-    got = ask(answer, gate.clone(), up.clone(), d_y.clone())
+    got = ask(answer, gate, up, d_y)
+    if isinstance(got, torch.Tensor) and got.shape == (2, 5):
+        got = tuple(got)
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         raise Wrong("it should return two tensors, d_gate and d_up.")
     case = f"gate {gate.tolist()}, up {up.tolist()}"
@@ -69,5 +71,5 @@ def router_gradient(answer):
         "Σ_j weight[j] · d_weight[j] is weighed; a plain mean isn't.": weights
         * (d_weights - d_weights.mean(1, keepdim=True)),
     }
-    got = ask(answer, weights.clone(), d_weights.clone())
+    got = ask(answer, weights, d_weights)
     compare_tensors(got, weights * (d_weights - mean), "3 tokens, 2 experts each", mistakes)

@@ -182,8 +182,8 @@ print("largest of expert 2:", d_gate_up[2].abs().max().item())
 print("same bits again:    ", torch.equal(gradient_of(gate_up_, d_h, d_rows), d_gate_up))
 
 # %% [markdown]
-# Every number has one program, which adds in a fixed order: a run that is repeated, or continued after a crash, has the same bits. (Adding rows to
-# tokens by atomic additions, the usual way, gives other bits each time: notebook 9.) That is the whole way back;
+# Every number has one program, which adds in a fixed order: so these gradients have the same bits in every run. (Adding rows to tokens by atomic
+# additions, the usual way on a GPU, gives other bits each time: notebook 9.) That is the whole way back;
 # [triton_training.py](../tmoe/backends/triton_training.py) does these steps in this order.
 #
 # ## What has to be kept
@@ -223,8 +223,8 @@ with tmoe.options(backend="triton", recompute=True):
 print("PyTorch:          ", kept(lambda: layer(*leaves)), "= S · (2H + 4I + 1)")
 
 # %% [markdown]
-# tmoe keeps x, the routing weights, and h. The activated rows are computed again from h, which costs nothing: the kernel of step 2 has the
-# sigmoid at hand. With `recompute=True` not even h is kept, and the first product runs twice.
+# tmoe keeps x, the routing weights, and h. The activated rows are computed again from h, which costs next to nothing: the kernel of step 2
+# has the sigmoid at hand. With `recompute=True` not even h is kept, and the first product runs twice.
 #
 # Plain PyTorch keeps the operands of *every* step. For each row these are the gathered x (H), gate and up (2I), silu(gate) (I), the
 # activated numbers (I), the answer before it is weighed (H), and its weight.

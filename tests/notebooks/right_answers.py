@@ -115,7 +115,7 @@ def _gradient_by_loop(left, right, expert_offsets):
 
 def _swiglu_by_autograd(gate, up, d_y):
     gate, up = gate.requires_grad_(), up.requires_grad_()
-    return torch.autograd.grad(F.silu(gate) * up, (gate, up), d_y)
+    return torch.stack(torch.autograd.grad(F.silu(gate) * up, (gate, up), d_y))
 
 
 def _router_by_jacobian(weights, d_weights):
