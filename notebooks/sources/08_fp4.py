@@ -158,7 +158,7 @@ pictures.bars(axes, names, [reports[n].snr_db for n in names], "signal to noise,
 pictures.show(figure, "8-bit formats have 31.5 dB, NVFP4 20 and MXFP4 19")
 
 # %% [markdown]
-# About 12 dB less than 8 bits: the error is four times as large. One number in ten becomes 0. What that does to a model
+# About 12 dB less than 8 bits: the error is four times as large. Of MXFP4's numbers one in ten becomes 0. What that does to a model
 # is measured in notebook 13.
 #
 # ## The swizzle
