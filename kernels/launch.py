@@ -19,6 +19,11 @@ from typing import Any
 import torch
 import triton
 
+if triton.knobs.runtime.interpret:
+    from tmoe.kernels.interpreter import mend
+
+    mend()
+
 # Gluon is experimental: other versions may have other names.
 GLUON_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 

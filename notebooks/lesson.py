@@ -34,7 +34,8 @@ def start(*also: str) -> Any:
     """Look for what the notebook needs, `also` these packages, and return the device to use.
 
     Without a GPU it sets TRITON_INTERPRET=1, which has to happen before Triton is imported: then
-    kernels are ordinary Python, program after program, and can be stepped through.
+    kernels are ordinary Python, program after program, and can be stepped through. Where it is set
+    already, that is done beside a GPU too.
     """
     if importlib.util.find_spec("tmoe") is None:
         sys.path.insert(0, str(REPOSITORY))  # a clone that isn't installed will do
@@ -42,20 +43,20 @@ def start(*also: str) -> Any:
     warnings.filterwarnings("ignore", message="IProgress not found")  # no bars of progress, then
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu:
+    on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    if not on_gpu:
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise NotReady("Triton was imported before this cell; restart the kernel")
         os.environ["TRITON_INTERPRET"] = "1"
         # Lanes that a mask leaves out may divide 0 by 0, and NumPy, which interprets, would say so.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime")
-    device = torch.device("cuda" if has_gpu else "cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
     import self_test  # imports Triton
 
     problem = self_test.problem(device)
     if problem is not None:
         raise NotReady(problem)
-    where = torch.cuda.get_device_name() if has_gpu else "the CPU, under Triton's interpreter"
+    where = torch.cuda.get_device_name() if on_gpu else "the CPU, under Triton's interpreter"
     print(f"Kernels run on {where}.")
     return device
 
@@ -104,7 +105,9 @@ def check(answer: Callable[..., Any]) -> None:
     """Try out the answer to the exercise of its name; say that it is right, or why not."""
     from exercises import problem_with
 
-    name = answer.__name__
+    name = getattr(answer, "__name__", None)
+    if name is None:
+        raise TypeError(f"check: takes the function itself, as in check(answer), got {answer!r}")
     problem = problem_with(name, answer)
     print(f"✓ {name}: right!" if problem is None else f"✗ {name}: {problem}")
 

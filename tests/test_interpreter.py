@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.kernels.casts import narrow, widen
+import tmoe.kernels.launch  # noqa: F401  (mends the interpreter)
+from tmoe.kernels.casts import INTERPRETED, narrow, widen
 
 N = 16
 
@@ -74,6 +75,15 @@ def _split_kernel(even_ptr, odd_ptr, x_ptr, N: tl.constexpr):
     even, odd = tl.split(tl.reshape(tl.load(x_ptr + tl.arange(0, 2 * N)), (N, 2)))
     tl.store(even_ptr + tl.arange(0, N), even)
     tl.store(odd_ptr + tl.arange(0, N), odd)
+
+
+@triton.jit
+def _condition_kernel(out_ptr, x_ptr, row, num, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    mask = (offs < num) & (row >= 0)
+    if INTERPRETED:
+        assert mask.handle.data.dtype == bool  # what Triton 3.9 asks of a mask
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=-1.0))
 
 
 @triton.jit
@@ -174,3 +184,11 @@ def test_values_on_the_e4m3_grid_are_encoded_exactly(device):
     out = torch.empty(256, dtype=torch.float8_e4m3fn, device=device)
     _cast_kernel[(1,)](out, grid, N=256)
     assert out.float().tolist() == grid.tolist()
+
+
+@pytest.mark.parametrize("row, wanted", [(0, [0, 1, 2, -1]), (-1, [-1, -1, -1, -1])])
+def test_a_block_and_one_condition_are_a_mask(row, wanted, device):
+    x = torch.arange(4, dtype=torch.float32, device=device)
+    out = torch.empty_like(x)
+    _condition_kernel[(1,)](out, x, row, 3, N=4)
+    assert out.tolist() == wanted

@@ -24,7 +24,7 @@ from .formats.recipe import Recipe
 from .routing import Routing
 
 # Minor versions that were built for each other.
-TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8"}
+TRITON_OF_TORCH = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"}
 FLASHINFER = Version("0.6.12")  # tested from
 
 

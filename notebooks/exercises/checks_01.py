@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .judging import ask, compare, compare_tensors
+from .judging import ask, ask_number, compare, compare_tensors
 
 
 def active_parameters(answer):
@@ -27,7 +27,7 @@ def experts_read(answer):
             "That is the share of experts; multiply it by E.": 1 - unread,
             "Those are the experts that nobody chose.": E * unread,
         }
-        compare(float(ask(answer, T, E, K)), E * (1 - unread), f"T={T}, E={E}, K={K}", mistakes)
+        compare(ask_number(answer, T, E, K), E * (1 - unread), f"T={T}, E={E}, K={K}", mistakes)
 
 
 def moe_layer(answer):

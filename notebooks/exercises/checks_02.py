@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .judging import Wrong, ask, compare, expect
+from .judging import Wrong, ask, compare, expect, stopped
 
 
 def programs_needed(answer):
@@ -32,7 +32,11 @@ def scale_kernel(answer):
     n, block, guard = 10, 4, -1.0
     x = torch.arange(1.0, 33.0, device=device)
     out = torch.full((32,), guard, device=device)
-    answer[(-(-n // block),)](out, x, n, 3.0, BLOCK=block)
+    expect(hasattr(answer, "fn"), "it isn't a kernel: keep the line @triton.jit above it.")
+    try:
+        answer[(-(-n // block),)](out, x, n, 3.0, BLOCK=block)
+    except Exception as error:  # whatever may be wrong with the kernel
+        raise Wrong(stopped(answer, error)) from error
     got, wanted = out.tolist(), [3.0 * (i + 1) for i in range(n)]
     if got == [guard] * 32:
         raise Wrong("it stores nothing yet. Put your code in place of `pass`, with a tl.store.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from .judging import ask, compare, expect
+from .judging import ask, ask_list, compare, expect
 
 
 def exclusive_offsets(answer):
@@ -27,7 +27,7 @@ def rows_of_slots(answer):
             "That is row_to_slot, which slot is in each row. Wanted is its inverse.": order,
             "Slots of one expert have to keep their order: the earlier one first.": backwards,
         }
-        got = list(ask(answer, experts, num_experts))
+        got = ask_list(answer, experts, num_experts)
         elsewhere = [slot for slot, row in enumerate(wanted) if row < 0]
         expect(
             all(got[slot] == -1 for slot in elsewhere if slot < len(got)),

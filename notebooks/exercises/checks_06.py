@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .judging import ask, compare, compare_tensors, expect
+from .judging import ask, ask_list, compare, compare_tensors, expect
 
 
 def bytes_saved(answer):
@@ -30,7 +30,10 @@ def rows_of_tile(answer):
         usual = [*columns, *(I + n for n in columns)]
         pairs = list(range(2 * tile * block_n, 2 * (tile + 1) * block_n))
         case = f"tile {tile}, block_n={block_n}, I={I}, {'' if interleaved else 'not '}interleaved"
-        got = sorted(int(row) for row in ask(answer, tile, block_n, I, interleaved))
+        got = ask_list(answer, tile, block_n, I, interleaved)
+        whole = all(isinstance(row, (int, float)) for row in got)
+        expect(whole, f"it should be a list of rows, and is {got} ({case})")
+        got = sorted(got)
         expect(
             len(got) == 2 * block_n,
             f"a tile has 2 · block_n rows, but these are {len(got)} ({case})",

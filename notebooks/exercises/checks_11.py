@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .judging import ask, compare
+from .judging import ask, ask_number, compare
 
 
 def floor_us(answer):
@@ -18,7 +18,7 @@ def floor_us(answer):
             "Those are milliseconds.": max(arithmetic, memory) / 1e3,
         }
         case = f"{flops:g} flops, {num_bytes:g} bytes, {tflops} TFLOP/s, {gbs} GB/s"
-        got = float(ask(answer, flops, num_bytes, tflops, gbs))
+        got = ask_number(answer, flops, num_bytes, tflops, gbs)
         compare(got, max(arithmetic, memory), case, mistakes)
 
 
@@ -32,7 +32,7 @@ def tokens_at_the_ridge(answer):
             "A weight has `itemsize` bytes.": ridge / 2 * E / K,
         }
         case = f"E={E}, K={K}, {size} bytes per weight, ridge {ridge}"
-        compare(float(ask(answer, E, K, size, ridge)), rows * E / K, case, mistakes)
+        compare(ask_number(answer, E, K, size, ridge), rows * E / K, case, mistakes)
 
 
 def most_stages(answer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .judging import ask, compare
+from .judging import ask, ask_number, compare
 
 
 def rows_to_send(answer):
@@ -51,5 +51,5 @@ def busiest(answer):
             "That is the busiest expert. A rank has the sum over its experts.": max(loads),
         }
         compare(
-            float(ask(answer, loads, ranks)), max(totals), f"loads {loads}, ranks {ranks}", mistakes
+            ask_number(answer, loads, ranks), max(totals), f"loads {loads}, ranks {ranks}", mistakes
         )

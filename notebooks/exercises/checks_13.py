@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .judging import ask, compare
+from .judging import ask_number, compare
 
 
 def bits(answer):
@@ -18,7 +18,7 @@ def bits(answer):
                 sum(chances) / len(chances)
             ),
         }
-        compare(float(ask(answer, chances)), nats / math.log(2), f"chances {chances}", mistakes)
+        compare(ask_number(answer, chances), nats / math.log(2), f"chances {chances}", mistakes)
 
 
 def specialisation(answer):
@@ -40,4 +40,4 @@ def specialisation(answer):
             "That is how many of the expert's tokens are of the kind.": sum(of_kind) / sum(mine),
         }
         case = f"ids {ids}, kind {is_kind}, expert {expert}"
-        compare(float(ask(answer, ids, is_kind, expert)), among_kind / among_all, case, mistakes)
+        compare(ask_number(answer, ids, is_kind, expert), among_kind / among_all, case, mistakes)

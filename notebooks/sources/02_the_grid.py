@@ -55,16 +55,7 @@ print(out.tolist())
 # there.
 
 # %%
-figure, axes = pictures.panels(7.0, 1.6)
-pictures.canvas(axes, -2.2, 12.2, -0.3, 2.3)
-lanes = range(num_programs * BLOCK)
-colours = [pictures.colour_of(place // BLOCK) for place in lanes]
-for pid in range(num_programs):
-    start = pid * BLOCK
-    pictures.cell(axes, start, 1.1, f"program {pid}", colours[start], width=BLOCK)
-pictures.row(axes, 0, lanes[:n], colours[:n], "place")
-for place in lanes[n:]:
-    pictures.cell(axes, place, 0, hatch="////")
+figure = pictures.blocks_of_places(n, BLOCK)
 pictures.show(figure, "12 lanes of three programs over 10 places; the last two are masked")
 
 # %% [markdown]
@@ -176,18 +167,7 @@ lesson.show(_combine_kernel, "t = tl.program_id(0)", "tl.store")
 T, H, BLOCK_H = 3, 40, 16
 blocks = -(-H // BLOCK_H)
 
-figure, axes = pictures.panels(8.0, 1.5)
-pictures.canvas(axes, -6, 48.5, -0.5, 9.5)
-for t in range(T):
-    for j in range(blocks):
-        inside = min(BLOCK_H, H - j * BLOCK_H)
-        colour = pictures.colour_of(t * blocks + j)
-        spot = dict(width=inside, height=2.6, size=8)
-        pictures.cell(axes, j * BLOCK_H, 3 * (T - 1 - t), f"program ({t}, {j})", colour, **spot)
-        if inside < BLOCK_H:
-            rest = dict(width=BLOCK_H - inside, height=2.6, hatch="////")
-            pictures.cell(axes, j * BLOCK_H + inside, 3 * (T - 1 - t), **rest)
-    axes.text(-0.7, 3 * (T - 1 - t) + 1.3, f"token {t}", ha="right", va="center")
+figure = pictures.grid_of_blocks(T, H, BLOCK_H)
 pictures.show(
     figure, "nine programs: three tokens by three blocks of columns, the last block half masked"
 )

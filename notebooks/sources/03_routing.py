@@ -41,17 +41,9 @@ print(route("Renormalize"))
 # depends on all logits. *Sigmoid* looks at one logit alone and gives a number between 0 and 1.
 
 # %%
-figure, (left, middle, right) = pictures.panels(9.0, 2.5, 1, 3)
-for axes, name, values in (
-    (left, "logits", logits[0]),
-    (middle, "softmax", logits[0].softmax(-1)),
-    (right, "sigmoid", logits[0].sigmoid()),
-):
-    colours = [pictures.BLUE if e in (2, 5) else pictures.INK for e in range(8)]
-    pictures.bars(
-        axes, range(8), values.tolist(), name, colours=colours, form="{:.2f}", lying=False
-    )
-    axes.set_xlabel("expert")
+one = logits[0]
+panels = {"logits": one, "softmax": one.softmax(-1), "sigmoid": one.sigmoid()}
+figure = pictures.scores({name: s.tolist() for name, s in panels.items()}, chosen=(2, 5))
 pictures.show(
     figure, "logits, softmax and sigmoid of eight experts; experts 2 and 5 are the largest in each"
 )
@@ -157,19 +149,8 @@ print("without groups:", sorted(token[0].topk(8).indices.tolist()))
 print("sum of weights:", round(weights.sum().item(), 4))
 
 # %%
-figure, axes = pictures.panels(9.0, 2.9)
-pictures.heat_map(
-    axes, scores, "expert of the group", "group", form=None, smallest=0.5, largest=1.0
-)
-for g in range(8):
-    note = f"{group_scores[g]:.2f}  {'kept' if g in kept else 'out'}"
-    axes.text(32, g, note, va="center", weight="bold" if g in kept else "normal")
-for e in ids[0].tolist():
-    axes.text(e % 32, e // 32, "●", ha="center", va="center", color=pictures.RED, fontsize=13)
-for e in set(token[0].topk(8).indices.tolist()) - set(ids[0].tolist()):
-    axes.text(e % 32, e // 32, "×", ha="center", va="center", color=pictures.RED, fontsize=15)
-axes.set_xlim(-0.5, 37)
-axes.set_xticks(range(0, 32, 5))
+best = token[0].topk(8).indices.tolist()
+figure = pictures.groups(scores, group_scores, kept, ids[0].tolist(), best)
 pictures.show(
     figure, "scores of 8 groups of 32 experts; four groups are kept and 8 experts in them chosen"
 )

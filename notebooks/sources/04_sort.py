@@ -41,16 +41,7 @@ print("token  ", *[slot // K for slot in range(S)])
 # %%
 row_to_slot = torch.argsort(expert_of_slot, stable=True)
 
-figure, axes = pictures.panels(7.4, 2.7)
-pictures.canvas(axes, -2.4, S + 0.2, -0.9, 4.6)
-colours = [pictures.colour_of(e) for e in expert_of_slot.tolist()]
-pictures.row(axes, 3, range(S), colours, "slot")
-pictures.row(axes, 0, row_to_slot.tolist(), [colours[s] for s in row_to_slot.tolist()], "row")
-for r, s in enumerate(row_to_slot.tolist()):
-    pictures.arrow(axes, (s + 0.5, 2.95), (r + 0.5, 1.05), colours[s])
-for e in (0, 2, 3):
-    places = [r for r, s in enumerate(row_to_slot.tolist()) if expert_of_slot[s] == e]
-    axes.text((places[0] + places[-1] + 1) / 2, -0.25, f"expert {e}", ha="center", va="top")
+figure = pictures.sorted_slots(expert_of_slot.tolist(), row_to_slot.tolist())
 pictures.show(figure, "ten slots in token order above, the same ten in expert order below")
 
 # %% [markdown]
@@ -128,18 +119,7 @@ earlier = torch.arange(S)[None, :] < torch.arange(S)[:, None]
 rank = (same & earlier).sum(1)
 print("rank:", rank.tolist())
 
-figure, axes = pictures.panels(5.4, 4.2)
-pictures.canvas(axes, -1.6, S + 1.9, -0.2, S + 1.4)
-for line in range(S):
-    for other in range(S):
-        yes = bool((same & earlier)[line, other])
-        pictures.cell(axes, other, S - 1 - line, "", colours[line] if yes else None)
-    axes.text(-0.3, S - 0.5 - line, line, ha="right", va="center")
-    axes.text(S + 0.9, S - 0.5 - line, rank[line].item(), ha="center", va="center", weight="bold")
-    axes.text(line + 0.5, S + 0.2, line, ha="center")
-axes.text(S + 0.9, S + 0.2, "rank", ha="center")
-axes.text(-1.4, S / 2, "slot", rotation=90, va="center", ha="right")
-axes.text(S / 2, S + 0.9, "earlier slot", ha="center")
+figure = pictures.earlier_slots(same & earlier, rank.tolist(), expert_of_slot.tolist())
 pictures.show(
     figure, "a triangle of comparisons; the filled cells of a line, counted, are the slot's rank"
 )
@@ -182,18 +162,7 @@ for expert, first, end in order.tiles[:num_tiles].tolist():
     print(f"expert {expert}: rows {first} to {end - 1}")
 
 # %%
-figure, axes = pictures.panels(7.4, 1.9)
-pictures.canvas(axes, -2.4, 14.2, -0.9, 2.3)
-x = 0.0
-for number, (expert, first, end) in enumerate(order.tiles[:num_tiles].tolist()):
-    for r in range(first, first + order.block_m):
-        filled = r < end
-        colour = pictures.colour_of(expert) if filled else None
-        pictures.cell(axes, x, 0, r if filled else "", colour, hatch="" if filled else "////")
-        x += 1
-    axes.text(x - 1, 1.2, f"tile {number}", ha="center")
-    x += 0.4
-axes.text(-0.25, 0.5, "row", ha="right", va="center")
+figure = pictures.tiles(order.tiles[:num_tiles].tolist(), order.block_m)
 pictures.show(figure, "six tiles of two rows; two of them are half empty, which is hatched")
 
 # %% [markdown]

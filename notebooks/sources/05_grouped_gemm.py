@@ -53,23 +53,7 @@ same = torch.allclose(compute_tile(a_rows, w_columns, 4), a_rows @ w_columns.T, 
 print("same as one product:", same)
 
 # %%
-figure, axes = pictures.panels(7.6, 3.4)
-pictures.canvas(axes, -1.5, 23, -1.2, 10.5)
-step = 1
-for y in range(4):
-    for x in range(12):
-        now = x // 4 == step
-        pictures.cell(axes, x, y, "", pictures.BLUE if now else None)
-    for x in range(6):
-        pictures.cell(axes, 14 + x, y, "", pictures.GREEN)
-for y in range(4):  # of w, drawn transposed: depth goes down
-    for x in range(6):
-        pictures.cell(axes, 14 + x, 5.4 + y, "", pictures.ORANGE)
-axes.text(6, -0.3, "a: block_m rows, D deep; this step in blue", ha="center", va="top")
-axes.text(17, -0.3, "sums of the tile", ha="center", va="top")
-axes.text(20.4, 7.4, "w: this step,\nblock_d deep,\nblock_n columns", va="center")
-pictures.arrow(axes, (8.2, 4.6), (11.9, 4.6))
-axes.text(8, 4.6, "steps of block_d", ha="right", va="center")
+figure = pictures.tile_step()
 pictures.show(
     figure, "a step of the loop: a block of a times a block of w is added to the tile's sums"
 )
@@ -126,8 +110,8 @@ print(
 # %% [markdown]
 # ## Who computes which tile, and when
 #
-# There are more tiles than the GPU has *multiprocessors*. Each one takes a tile, finishes it, and takes the next. So a
-# schedule looks like this one for 4 workers. Rows are uneven, since experts are: each colour is an expert, and a number in a
+# A GPU computes in some hundred places at once, its *multiprocessors* (an H200 has 132). There are more tiles than that. Each multiprocessor takes a
+# tile, finishes it, and takes the next. So a schedule looks like this one for 4 workers. Rows are uneven, since experts are: each colour is an expert, and a number in a
 # bar counts the tiles in the order in which they are taken.
 
 # %%

@@ -24,7 +24,7 @@ import tmoe
 # The first product gives 2·I numbers in each row: I gate and I up. SwiGLU makes I of them.
 #
 # * **In two kernels:** the product writes (S, 2I) to memory. The activation reads that and writes (S, I).
-# * **Fused:** the product's program has gate and up in its registers. It activates them and writes (S, I).
+# * **Fused:** the product's program has gate and up in its *registers*, the numbers that it holds on the chip. It activates them and writes (S, I).
 #
 # In numbers that pass through memory, for S rows: 2I + 2I + I = 5I against I.
 
@@ -39,26 +39,8 @@ print(f"saved at 4.35 TB/s: {1000 * (sum(apart.values()) - gb) / 4350:.2f} ms in
 
 # %%
 figure, axes = pictures.panels(7.4, 1.9)
-left = 0.0
-for number, (name, size) in enumerate(apart.items()):
-    axes.barh(
-        0, size, left=left, color=pictures.colour_of(number), edgecolor=pictures.INK, label=name
-    )
-    axes.text(
-        left + size / 2,
-        0,
-        f"{size:.2f}",
-        ha="center",
-        va="center",
-        color=pictures.on(pictures.colour_of(number)),
-    )
-    left += size
-axes.barh(1, gb, color=pictures.RED, edgecolor=pictures.INK, label="fused writes I")
-axes.text(gb / 2, 1, f"{gb:.2f}", ha="center", va="center", color=pictures.on(pictures.RED))
-axes.set_yticks([0, 1], ["two kernels", "fused"])
-axes.invert_yaxis()
-axes.set_xlabel("GB through memory, one layer, 8192 tokens")
-axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05))
+unit = "GB through memory, one layer, 8192 tokens"
+pictures.stacked_bars(axes, {"two kernels": apart, "fused": {"fused writes I": gb}}, unit)
 pictures.show(figure, "in two kernels 2.35 GB pass through memory, fused 0.47 GB")
 
 # %% [markdown]
@@ -100,20 +82,7 @@ for tile in range(2):
     print(f"tile {tile}: weight rows {rows[tile].tolist()}")
 
 # %%
-figure, axes = pictures.panels(8.0, 1.9)
-pictures.canvas(axes, -2.8, 17, -1.3, 2.7)
-pictures.row(
-    axes, 1.2, range(16), [pictures.colour_of(r // 4 % 2) for r in range(16)], "weight row"
-)
-axes.text(4, 2.35, "gate", ha="center")
-axes.text(12, 2.35, "up", ha="center")
-for tile in range(2):
-    texts = rows[tile].tolist()
-    pictures.row(
-        axes, -0.8, texts, [pictures.colour_of(tile)] * 8, "" if tile else "tile", x=8.4 * tile
-    )
-axes.text(4, -1.2, "tile 0", ha="center", va="center")
-axes.text(12.4, -1.2, "tile 1", ha="center", va="center")
+figure = pictures.gate_and_up(rows.tolist())
 pictures.show(
     figure, "tile 0 takes gate rows 0 to 3 and up rows 8 to 11, tile 1 the other four of each"
 )
@@ -212,17 +181,12 @@ for name in names:
 
 # %%
 figure, axes = pictures.panels(7.0, 2.6)
-for shift, fuse, colour in ((-0.2, False, pictures.ORANGE), (0.2, True, pictures.BLUE)):
-    sizes = [traffic(name, 8192, fuse) for name in names]
-    places = [n + shift for n in range(3)]
-    label = "fused" if fuse else "every step by itself"
-    drawn = axes.barh(places, sizes, height=0.38, color=colour, edgecolor=pictures.INK, label=label)
-    axes.bar_label(drawn, [f"{s:.2f}" for s in sizes], padding=3, color=pictures.INK)
-axes.set_yticks(range(3), names)
-axes.invert_yaxis()
-axes.margins(x=0.12)
-axes.set_xlabel("GB through memory in one layer, 8192 tokens, without weights")
-axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+sizes = {
+    "every step by itself": [traffic(name, 8192, False) for name in names],
+    "fused": [traffic(name, 8192, True) for name in names],
+}
+unit = "GB through memory in one layer, 8192 tokens, without weights"
+pictures.bar_pairs(axes, names, sizes, unit, where="center right")
 pictures.show(figure, "fusing saves about two thirds of the traffic of three models")
 
 # %% [markdown]

@@ -34,15 +34,10 @@ print("largest: ", positive[-4:].tolist())
 
 # %%
 figure, (upper, lower) = pictures.panels(8.0, 2.7, 2, 1)
-for axes, part, label in (
-    (upper, positive, "all of them (logarithmic)"),
-    (lower, positive[(positive >= 8) & (positive <= 64)], "from 8 to 64 (as they lie)"),
-):
-    axes.vlines(part.tolist(), 0, 1, color=pictures.BLUE, lw=1.2)
-    axes.set_xlabel(label)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
+pictures.number_line(upper, positive.tolist(), "all of them (logarithmic)")
 upper.set_xscale("log", base=2)
+between = positive[(positive >= 8) & (positive <= 64)]
+pictures.number_line(lower, between.tolist(), "from 8 to 64 (as they lie)")
 pictures.show(figure, "the positive e4m3 numbers; the gap doubles at each power of two")
 
 # %% [markdown]
@@ -148,10 +143,8 @@ x = torch.linspace(-6, 6, 241)[None]
 y = tmoe.quantize(x, "fp8_tensor", scale=4 / 448).dequantize()
 
 figure, axes = pictures.panels(5.4, 3.0)
-axes.plot(x[0].tolist(), x[0].tolist(), color=pictures.INK, lw=1, ls="--", label="exact")
-axes.plot(x[0].tolist(), y[0].tolist(), color=pictures.BLUE, lw=1.8, label="FP8, scale 4 / 448")
-axes.set(xlabel="x", ylabel="value")
-axes.legend()
+values = {"exact": x[0].tolist(), "FP8, scale 4 / 448": y[0].tolist()}
+pictures.curves(axes, x[0].tolist(), values, "x", "value")
 pictures.show(figure, "values follow x from -4 to 4 and are cut there")
 
 # %% [markdown]

@@ -30,17 +30,11 @@ for code, value in enumerate(values):
 
 # %%
 figure, axes = pictures.panels(8.0, 1.9)
-for value in values:
-    for sign in (-1, 1):
-        axes.plot([sign * value] * 2, [0, 1], color=pictures.BLUE, lw=2)
-middles = [(a + b) / 2 for a, b in zip(values[:-1], values[1:], strict=True)]
-for middle in middles:
-    for sign in (-1, 1):
-        axes.plot([sign * middle] * 2, [0, 0.45], color=pictures.ORANGE, lw=1, ls="--")
+both_signs = sorted({sign * value for value in values for sign in (-1, 1)})
+middles = [(a + b) / 2 for a, b in zip(both_signs[:-1], both_signs[1:], strict=True)]
+label = "e2m1 numbers (blue) and the borders between them (dashed)"
+pictures.number_line(axes, both_signs, label, borders=middles)
 axes.set_xticks([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
-axes.set_yticks([])
-axes.spines["left"].set_visible(False)
-axes.set_xlabel("e2m1 numbers (blue) and the borders between them (dashed)")
 pictures.show(figure, "the numbers from -6 to 6; dense near 0, two apart at the ends")
 
 # %% [markdown]
@@ -58,21 +52,13 @@ from tmoe.kernels import rounding
 lesson.show(rounding.encode_e2m1, "low = ", "code = ")
 
 # %%
-figure, axes = pictures.panels(5.4, 3.4)
-a = torch.linspace(0, 6.5, 400)
-for name, line, colour in (
-    ("2a", 2 * a, pictures.BLUE),
-    ("a + 2", a + 2, pictures.ORANGE),
-    ("a / 2 + 4", a / 2 + 4, pictures.GREEN),
-):
-    axes.plot(a.tolist(), line.tolist(), color=colour, lw=1, ls="--", label=name)
+a = torch.linspace(0, 6, 400)
+three = {"2a": 2 * a, "a + 2": a + 2, "a / 2 + 4": a / 2 + 4}
 lowest = torch.minimum(torch.minimum(2 * a, a + 2), a / 2 + 4)
-inside = a <= 6
-axes.plot(
-    a[inside].tolist(), lowest.round()[inside].tolist(), color=pictures.INK, lw=2, label="code"
-)
-axes.set(xlabel="magnitude a", ylabel="code", ylim=(0, 8.5))
-axes.legend()
+
+figure, axes = pictures.panels(5.4, 3.4)
+pictures.curves(axes, a, {**three, "code": lowest.round()}, "magnitude a", "code")
+axes.set_ylim(0, 8.5)
 pictures.show(figure, "a staircase of eight codes along the lowest of three lines")
 
 # %% [markdown]
@@ -172,7 +158,7 @@ pictures.bars(axes, names, [reports[n].snr_db for n in names], "signal to noise,
 pictures.show(figure, "8-bit formats have 31.5 dB, NVFP4 20 and MXFP4 19")
 
 # %% [markdown]
-# About 12 dB less than 8 bits: the error is four times as large. One number in ten becomes 0. What that does to a model
+# About 12 dB less than 8 bits: the error is four times as large. Of MXFP4's numbers one in ten becomes 0. What that does to a model
 # is measured in notebook 13.
 #
 # ## The swizzle
@@ -192,21 +178,7 @@ line = swizzle_scale(scale).flatten()
 print("the first 32 bytes are those of rows", line[:32:4].tolist())
 
 # %%
-figure, axes = pictures.panels(9.0, 2.9)
-pictures.canvas(axes, -5.5, 33, -1.2, 9)
-position = torch.empty(128 * 4, dtype=torch.long)
-names = [(m, k) for m in range(128) for k in range(4)]
-for y in range(8):  # the first eight lines of 16 bytes; each is 16 places
-    for p in range(16):
-        m = line[16 * y + p].item()
-        pictures.cell(
-            axes, 2 * p, 7 - y, f"{m},{p % 4}", pictures.colour_of(m // 32), width=2, size=7
-        )
-    axes.text(-0.4, 7.5 - y, f"byte {16 * y}", ha="right", va="center")
-axes.text(
-    16, 8.3, "row, column of the scale in each byte; a colour is a quarter of the rows", ha="center"
-)
-axes.text(16, -0.8, "… 24 more lines", ha="center")
+figure = pictures.swizzle(line.tolist())
 pictures.show(
     figure, "each line of 16 bytes holds four columns of rows m, m + 32, m + 64 and m + 96"
 )

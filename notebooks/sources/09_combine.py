@@ -32,14 +32,8 @@ slot_to_row = order.slot_to_row.cpu()
 print(slot_to_row.tolist())
 
 # %%
-figure, axes = pictures.panels(7.2, 2.5)
-pictures.canvas(axes, -1.5, 9.2, -0.3, 4.3)
 experts = topk_ids.flatten()[order.row_to_slot.cpu().long()].tolist()
-pictures.row(axes, 3, range(8), [pictures.colour_of(e) for e in experts], "row")
-pictures.row(axes, 0, [f"t{t}" for t in range(4)], label="token", x=0.3, width=1.0)
-for t in range(4):
-    for row in slot_to_row[t].tolist():
-        pictures.arrow(axes, (row + 0.5, 2.95), (t + 0.8, 1.05), pictures.colour_of(experts[row]))
+figure = pictures.rows_to_tokens(slot_to_row.tolist(), experts)
 pictures.show(
     figure, "eight rows in expert order; two arrows lead from them to each of four tokens"
 )

@@ -89,22 +89,21 @@ machines = {
 machines["no GPU"] = Machine("cpu", torch_version="2.11.0", triton_version="3.6.0")
 backends = ["triton", "torch", "flashinfer_trtllm", "flashinfer_cutlass"]
 
+
+def word(candidate, decision):
+    if not candidate.accepted:
+        return "no"
+    return "runs" if candidate.name == decision.chosen else "could"
+
+
+decisions = [tmoe.explain(replace(problem, machine=machine)) for machine in machines.values()]
+words = [
+    [word(c, decision) for decision in decisions for c in decision.candidates if c.name == backend]
+    for backend in backends
+]
 figure, axes = pictures.panels(8.6, 2.6)
-for x, machine in enumerate(machines.values()):
-    decision = tmoe.explain(replace(problem, machine=machine))
-    for candidate in decision.candidates:
-        if candidate.name in backends:
-            y = backends.index(candidate.name)
-            colour = pictures.BLUE if candidate.name == decision.chosen else pictures.SKY
-            text = "runs" if candidate.name == decision.chosen else "could"
-            if not candidate.accepted:
-                text, colour = "no", None
-            pictures.cell(axes, x - 0.5, y - 0.5, text, colour)
-axes.set(xlim=(-0.5, len(machines) - 0.5), ylim=(len(backends) - 0.5, -0.5))
-axes.set_xticks(range(len(machines)), machines)
-axes.set_yticks(range(len(backends)), backends)
-axes.spines[:].set_visible(False)
-axes.tick_params(length=0)
+colours = {"runs": pictures.BLUE, "could": pictures.SKY}
+pictures.table(axes, words, list(machines), backends, colours)
 pictures.show(
     figure, "Triton runs on most GPUs, FlashInfer's trtllm on Blackwell ones, PyTorch without a GPU"
 )

@@ -62,25 +62,7 @@ for rank in range(2):
         print(f"rank {rank}, token {t}: experts {ids[rank][t].tolist()}, goes to ranks {there}")
 
 # %%
-figure, axes = pictures.panels(8.2, 3.2)
-pictures.canvas(axes, -0.5, 17.5, -1.0, 5.6)
-spot = {}
-for rank in range(2):
-    for t in range(3):
-        place = 9.5 * rank + 2.4 * t
-        spot[rank, t] = place + 0.9
-        pictures.cell(axes, place, 4, f"token {t}", pictures.colour_of(rank), width=1.9, size=8)
-    for n, e in enumerate(placement.ranks[rank]):
-        pictures.cell(axes, 9.5 * rank + 3.6 * n, 0, f"expert {e}", width=3.2)
-    axes.text(9.5 * rank + 3.4, 5.2, f"tokens of rank {rank}", ha="center")
-    axes.text(9.5 * rank + 3.4, -0.3, f"experts of rank {rank}", ha="center", va="top")
-for rank in range(2):
-    for t in range(3):
-        for e in ids[rank][t].tolist():
-            target = next(r for r in range(2) if e in placement.ranks[r])
-            n = placement.ranks[target].index(e)
-            end = (9.5 * target + 3.6 * n + 1.6, 1.05)
-            pictures.arrow(axes, (spot[rank, t], 3.95), end, pictures.colour_of(rank))
+figure = pictures.exchange([chosen.tolist() for chosen in ids], placement.ranks)
 pictures.show(
     figure, "tokens of two ranks with arrows to their experts; about half of the arrows cross over"
 )
@@ -223,11 +205,12 @@ for name, p in choices.items():
 figure, three = pictures.panels(9.0, 2.6, 1, 3, sharey=True)
 for axes, (name, p) in zip(three, choices.items(), strict=True):
     axes.bar(range(8), rank_loads(p), color=pictures.BLUE, edgecolor=pictures.INK)
-    axes.axhline(loads.sum().item() / 8, color=pictures.RED, lw=1.2, ls="--")
+    axes.axhline(loads.sum().item() / 8, color=pictures.RED, lw=1.2, ls="--", label="mean")
     axes.set_title(name)
     axes.set_xlabel("rank")
     axes.set_xticks(range(8))
 three[0].set_ylabel("rows")
+three[0].legend(loc="upper left")
 pictures.show(
     figure,
     "rows per rank: very uneven in order, better placed by load, even with copies; mean dashed",

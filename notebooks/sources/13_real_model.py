@@ -163,20 +163,13 @@ with open(lesson.REPOSITORY / "docs" / "bits_per_byte.json") as file:
 base = record["fp32"]["weights"]
 names = ["fp8_tensor", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 
+worse = {
+    what: [100 * (record[n][what] / base - 1) for n in names]
+    for what in ("weights", "weights and activations")
+}
 figure, axes = pictures.panels(7.2, 3.0)
-for shift, what, colour in (
-    (-0.2, "weights", pictures.BLUE),
-    (0.2, "weights and activations", pictures.ORANGE),
-):
-    worse = [100 * (record[n][what] / base - 1) for n in names]
-    places = [p + shift for p in range(len(names))]
-    drawn = axes.barh(places, worse, height=0.38, color=colour, edgecolor=pictures.INK, label=what)
-    axes.bar_label(drawn, [f"{v:.2f}" for v in worse], padding=3, color=pictures.INK, fontsize=9)
-axes.set_yticks(range(len(names)), names)
-axes.invert_yaxis()
-axes.margins(x=0.12)
-axes.set_xlabel("% more bits per byte than the trained model")
-axes.legend(loc="upper right")
+unit = "% more bits per byte than the trained model"
+pictures.bar_pairs(axes, names, worse, unit, where="upper right")
 pictures.show(
     figure,
     "8-bit formats cost a tenth of a per cent, 4-bit weights under one, 4-bit activations up to three",
@@ -214,8 +207,4 @@ def specialisation(ids, is_kind, expert):
 lesson.check(specialisation)
 
 # %% [markdown]
-# ## What next?
-#
-# * Read a whole kernel: [kernels/README.md](../kernels/README.md) says in which order.
-# * Run your own model: [docs/transformers.md](../docs/transformers.md).
-# * Add a kernel: [CONTRIBUTING.md](../CONTRIBUTING.md) has a checklist.
+# **Next:** [14 · Training](14_training.ipynb): the way back.

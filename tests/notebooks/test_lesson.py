@@ -6,6 +6,7 @@ import platform
 import sys
 
 import pytest
+import torch
 
 import lesson
 from tmoe.kernels.combine import _combine_kernel
@@ -32,13 +33,20 @@ def test_without_linux_triton_cannot_be_installed(monkeypatch):
 
 
 def test_triton_that_came_too_early(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "triton" in sys.modules
     with pytest.raises(lesson.NotReady, match="imported before this cell; restart"):
         lesson.start()
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="kernels are interpreted or they aren't")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_interpreter_can_be_asked_for_beside_a_gpu(has_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert lesson.start() == torch.device("cpu")
+    assert capsys.readouterr().out == "Kernels run on the CPU, under Triton's interpreter.\n"
 
 
 def test_versions_that_compute_wrongly(monkeypatch, device):

@@ -113,6 +113,19 @@ def _share(ids, is_kind, expert):
     return sum(chosen) / len(chosen)
 
 
+def _gradients(product):
+    def gradients(left, right, offsets):
+        pairs = zip(offsets[:-1], offsets[1:], strict=True)
+        return torch.stack([product(left[a:b], right[a:b]) for a, b in pairs])
+
+    return gradients
+
+
+def _swiglu(gate, up, d_y):
+    s = gate.sigmoid()
+    return d_y * up * (s + gate * s * (1 - s)), d_y * gate * s
+
+
 WRONG = {
     "active_parameters": [
         (lambda E, K, H, I: 3 * E * H * I, "stores"),
@@ -269,5 +282,17 @@ WRONG = {
             lambda ids, kind, e: _share(ids, [True] * len(ids), e) / _share(ids, kind, e),
             "upside down",
         ),
+    ],
+    "gradient_of_weights": [
+        (_gradients(lambda left, right: right.T @ left), "transpose"),
+        (_gradients(lambda left, right: left.T @ right / len(left)), "not their mean"),
+    ],
+    "swiglu_backward": [
+        (lambda g, u, d: (d * u * g.sigmoid(), d * F.silu(g)), "two terms"),
+        (lambda g, u, d: _swiglu(g, u, d)[::-1], "First d_gate"),
+    ],
+    "router_gradient": [
+        (lambda w, d: w * d, "take off"),
+        (lambda w, d: d - (w * d).sum(1, keepdim=True), "by the weight itself"),
     ],
 }
