@@ -46,7 +46,7 @@ def _html(site: Path, uri: str) -> str:
 
 def test_every_page_and_notebook_is_there(site):
     notebooks = [str(p.relative_to(ROOT)) for p in (ROOT / "notebooks").glob("*.ipynb")]
-    assert len(notebooks) == 13
+    assert len(notebooks) == 14
     for path in [*pages(), *notebooks]:
         title = re.search(r"<h1[^>]*>(.*?)<", _html(site, docs_site.place(path)))
         assert title and title[1].strip(), path
