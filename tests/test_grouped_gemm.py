@@ -78,6 +78,7 @@ def test_quantised_weights(scheme, dtype, backend, device):
         out = torch.full_like(got, NAN)
         tmoe.grouped_gemm(a, b, offsets, bias=bias, scheme=scheme.name, out=out)
         assert torch.equal(out, got)
+        assert a[S:].isnan().all()  # the caller's, as it was
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
@@ -109,10 +110,58 @@ def test_what_a_quantised_weight_needs():
     refused("fp8_channel takes weights from tmoe.quantize", b=b.dequantize(), scheme="fp8_channel")
     refused("a must have dtype", a=a.double(), scheme="fp8_channel", error=TypeError)
     refused("a must be of shape", a=a[:, :32], scheme="fp8_channel")
-    needs_grad = a.clone().requires_grad_()
-    with tmoe.options(backend="triton"):
-        refused("backward", a=needs_grad, scheme="fp8_channel", error=tmoe.NoBackendError)
-    assert tmoe.grouped_gemm(needs_grad, b, offsets, scheme="fp8_channel").grad_fn is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_through_quantised_weights(scheme, dtype, backend, device):
+    """Straight through the rounding of a; of a and bias, or of one alone; dy may be expanded, and
+    what stands past the end touches nothing."""
+    sizes, tail = (3, 0, 9), 4
+    S = sum(sizes)
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    a = torch.randn(S + tail, 320, device=device).to(dtype)[:, ::2]
+    bias = torch.randn(3, 40, device=device).to(dtype)
+    dy = torch.randn(S + tail, 40, device=device).to(dtype)
+    for recipe in SCHEMES[scheme].weights:
+        b = quantized(torch.randn(3, 40, 160, device=device), recipe)
+        numbers = b.dequantize()
+
+        def gradients(dy, run, dtype, leaves=(a, bias)):
+            leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+            return torch.autograd.grad(run(*leaves), leaves, dy.to(dtype))
+
+        def plain(dtype):
+            def run(a, bias):
+                return grouped_gemm_ref(a, numbers.to(dtype), offsets, bias=bias, dtype=dtype)  # noqa: B023
+
+            return run
+
+        def ours(a, bias=bias):
+            return tmoe.grouped_gemm(a, b, offsets, bias=bias, scheme=scheme)  # noqa: B023
+
+        dy[S:] = 0
+        truth = gradients(dy, plain(torch.float64), torch.float64)
+        naive = gradients(dy, plain(torch.bfloat16), torch.bfloat16)
+        a[S:] = dy[S:] = NAN
+        got = gradients(dy, ours, dtype)
+        for mine, *others in zip(got, truth, naive, strict=True):
+            assert mine.dtype == dtype
+            assert_matches(mine, *others)
+        assert (got[0][S:] == 0).all() and (got[1][1] == 0).all()
+        assert torch.equal(gradients(dy, ours, dtype, (a,))[0], got[0])
+        one = dy[:1].expand_as(dy)
+        (expanded,) = gradients(one, ours, dtype, (a,))
+        assert torch.equal(expanded, gradients(one.contiguous(), ours, dtype, (a,))[0])
+
+
+def test_gradients_through_no_rows_of_quantised_weights(backend, device):
+    b = tmoe.quantize(torch.randn(2, 16, 64, device=device), "nvfp4")
+    a = torch.zeros(0, 64, device=device, requires_grad=True)
+    bias = torch.randn(2, 16, device=device, requires_grad=True)
+    offsets = torch.zeros(3, dtype=torch.int32, device=device)
+    tmoe.grouped_gemm(a, b, offsets, bias=bias, scheme="nvfp4").sum().backward()
+    assert a.grad.shape == (0, 64) and (bias.grad == 0).all()
 
 
 def test_quantised_weights_compile(backend, device):
@@ -122,5 +171,9 @@ def test_quantised_weights_compile(backend, device):
     def multiply(a):
         return tmoe.grouped_gemm(a, b, offsets, scheme="nvfp4")
 
+    torch._dynamo.reset()  # a backward that is compiled keeps the backend that it was traced with
     compiled = torch.compile(multiply, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(a), multiply(a))
+    a.requires_grad_()
+    want, got = (torch.autograd.grad(run(a).sum(), a)[0] for run in (multiply, compiled))
+    assert torch.equal(got, want)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.aot.case import Case
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.backend import NO_SCALES
-from tmoe.dispatch.problem import Adapters, ExpertsSpec, FrozenGradients
+from tmoe.dispatch.problem import Adapters, ExpertsSpec, FrozenGradients, GemmGradients
 from tmoe.formats import SCHEMES
 
 BACKEND = TritonBackend()
@@ -47,6 +47,15 @@ def train_adapters(scheme: str | None, num_tokens: int, dtype: torch.dtype) -> F
     return BACKEND.frozen_backward(y, *arguments, kept, wanted, True)
 
 
+def gemm_gradients(scheme: str) -> GemmGradients:
+    """All that the backward of `tmoe.grouped_gemm` launches."""
+    b = SCHEMES[scheme].weights[-1].empty((E, 2 * I, H), device="meta")
+    dy = torch.empty(8192, 2 * I, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(E, 2 * I, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
+    return BACKEND.frozen_gemm_backward(dy, b, offsets, bias, GemmGradients(True, False, True))
+
+
 EVERYWHERE = (("nvfp4_a16", 8192, torch.bfloat16),)
 OF_EVERY_KIND = tuple((scheme, 8192, torch.bfloat16) for scheme in (None, "fp8_block"))
 OTHERS = (
@@ -58,7 +67,12 @@ OTHERS = (
 
 
 def frozen_cases(shapes: tuple[Any, ...]) -> list[Case]:
-    return [
+    gemms = [
+        Case(f"gradients through a grouped GEMM in {scheme}", partial(gemm_gradients, scheme))
+        for scheme in ("fp8_block", "nvfp4_a16")
+        if shapes is OTHERS
+    ]
+    return gemms + [
         Case(f"adapters on {scheme} T={T} {dtype}", partial(train_adapters, scheme, T, dtype), 96)
         for scheme, T, dtype in shapes
     ]

@@ -89,6 +89,32 @@ def test_gradients(case, device):
     check(model, scheme, T, device)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4_a16", "nvfp4"])
+def test_a_grouped_gemm(scheme, device):
+    """By itself, with rows of no expert behind the last one, which hold NaN."""
+    S, N, D = 3000, 1024, 512
+    ends = (0, 100, 100, 900, 901, 1500, 2000, 2600, 2900)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    a = torch.randn(S, D, device=device, dtype=BF16)
+    b = torch.randn(len(ends) - 1, N, D, device=device).div(D**0.5)
+    b = quantized(b, SCHEMES[scheme].weights[-1])
+    dy = torch.randn(S, N, device=device, dtype=BF16)
+
+    def gradient(b, dtype, **how):
+        leaf = a.detach().to(dtype).requires_grad_()
+        return torch.autograd.grad(tmoe.grouped_gemm(leaf, b, offsets, **how), leaf, dy.to(dtype))
+
+    with tmoe.options(backend="torch"):
+        (truth,) = gradient(b.dequantize(torch.float64), torch.float64)
+        (naive,) = gradient(b.dequantize(BF16), BF16)
+    a[ends[-1] :] = dy[ends[-1] :] = float("nan")
+    with tmoe.options(backend="triton"):
+        gradient(b, BF16, scheme=scheme)
+        with no_waiting():
+            (got,) = gradient(b, BF16, scheme=scheme)
+    assert_matches(got.double(), truth, naive)
+
+
 @pytest.mark.parametrize("scheme", [None, "nvfp4"])
 def test_a_step_never_waits(scheme, device):
     leaves, weights, ids, dy = make(QWEN3, scheme, 64, device)

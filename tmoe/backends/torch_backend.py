@@ -86,7 +86,7 @@ class TorchBackend:
     ) -> Tensor:
         if isinstance(b, QuantizedTensor):
             inputs = SCHEMES[scheme].inputs if scheme else None
-            rows = clear_tail(a.float(), expert_offsets)
+            rows = clear_tail(a.to(torch.float32, copy=True), expert_offsets)
             rows = rounded(rows, inputs, scale, expert_offsets)
             y = project(rows, b, bias, expert_offsets).to(a.dtype)
         else:

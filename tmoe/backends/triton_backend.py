@@ -43,7 +43,7 @@ from ..formats.recipe import Recipe
 from ..options import current
 from ..routing import Routing
 from .triton_candidates import candidates
-from .triton_frozen import frozen_backward
+from .triton_frozen import frozen_backward, frozen_gemm_backward
 from .triton_low_rank import low_rank_rows
 from .triton_quantized import (
     form,
@@ -85,8 +85,6 @@ class TritonBackend:
             return "needs compute capability 8.0 or newer, got {}.{}".format(*machine.capability)
         if problem.needs_grad and problem.coded:
             return "an input that is quantised already has no backward, and gradients are needed"
-        if problem.needs_grad and problem.scheme is not None and problem.op != "fused_experts":
-            return f"{problem.op} with {problem.scheme} weights has no backward here"
         if problem.needs_grad and problem.op not in ("grouped_gemm", "fused_experts", "route"):
             return f"the kernels of {problem.op} have no backward, and gradients are needed"
         if problem.dtype not in DTYPES:
@@ -290,6 +288,7 @@ class TritonBackend:
 
     experts_backward = staticmethod(experts_backward)
     grouped_gemm_backward = staticmethod(grouped_gemm_backward)
+    frozen_gemm_backward = staticmethod(frozen_gemm_backward)
 
     def _experts(
         self,

@@ -24,18 +24,19 @@ from torch import Tensor
 from tmoe.kernels.activation_backward import activation_backward
 from tmoe.kernels.backward_tiles import BackwardTiles, choose_backward_tiles
 from tmoe.kernels.bias_gradient import bias_gradient
+from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.frozen_gradient import frozen_gradient
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.low_rank import LowRankRows
 from tmoe.kernels.permute import permute
-from tmoe.kernels.sort import SortedTokens, sort_tokens
+from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.tiles import Tile, frozen_gradient_tile
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import Adapters, ExpertsSpec, FrozenGradients
+from ..dispatch.problem import Adapters, ExpertsSpec, FrozenGradients, GemmGradients
 from ..formats import QuantizedTensor
 from ..options import current
 from .triton_low_rank import through
@@ -62,16 +63,11 @@ def frozen_backward(
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation = T * K, spec.activation
     quantized = isinstance(down_proj, QuantizedTensor)
-    tiles = choose_backward_tiles(
-        x.device,
-        x.dtype,
-        rows_per_expert=S / spec.num_experts,
-        described=not quantized and can_describe(gate_up_proj) and can_describe(down_proj),
-        batch_invariant=current().batch_invariant,
-    )
+    described = not quantized and can_describe(gate_up_proj) and can_describe(down_proj)
+    tiles = _tiles(x, S / spec.num_experts, described=described)
     block_m = tiles.d_activated.block_m
     order = sort_tokens(topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=block_m)
-    dy = (dy if dy.stride(1) == 1 else dy.contiguous()).to(x.dtype)  # maybe one number, expanded
+    dy = _with_unit_stride(dy).to(x.dtype)
     weights = topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     of_down, of_gate_up = wanted.down_a or wanted.down_b, wanted.gate_up_a or wanted.gate_up_b
@@ -152,6 +148,43 @@ def frozen_backward(
     if d_x is not None:
         gradients["x"] = d_x
     return _finished(gradients, topk_weights)
+
+
+def frozen_gemm_backward(
+    dy: Tensor,
+    b: QuantizedTensor,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    wanted: GemmGradients,
+) -> GemmGradients:
+    """See `tmoe.dispatch.backend.Backend`."""
+    (S, _), (E, _, D) = dy.shape, b.shape
+    tiles = _tiles(dy, S / E, described=False)
+    dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
+    order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
+    d_a = d_bias = None
+    if wanted.a:
+        d_a = _along_rows(dy.new_empty(S, D), dy, b, order, tiles.d_rows, adapter=None)
+        clear_tail(d_a, expert_offsets)
+    if wanted.bias:
+        assert bias is not None
+        d_bias = bias_gradient(torch.empty_like(bias), dy, order)
+    return GemmGradients(d_a, None, d_bias)
+
+
+def _tiles(rows: Tensor, rows_per_expert: float, *, described: bool) -> BackwardTiles:
+    return choose_backward_tiles(
+        rows.device,
+        rows.dtype,
+        rows_per_expert=rows_per_expert,
+        described=described,
+        batch_invariant=current().batch_invariant,
+    )
+
+
+def _with_unit_stride(rows: Tensor) -> Tensor:
+    """A gradient may be one number, expanded."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _finished(gradients: dict[str, Tensor], topk_weights: Tensor) -> FrozenGradients:

@@ -54,7 +54,9 @@ class Backend(Protocol):
     tiles to tune (`tmoe.dispatch.tuned`); `repeat(compute, arguments) -> Replayed` of one that
     computes compute(itself, *arguments) as it did for tensors of the same kinds, if it did;
     `route_backward(d_weights, d_probs or None, logits, routing, expert_scale, topk_ids)` of one
-    that finds the gradient of the logits (T, E) without torch's autograd.
+    that finds the gradient of the logits (T, E) without torch's autograd;
+    `frozen_gemm_backward(dy, b, expert_offsets, bias, wanted) -> GemmGradients` of one that finds
+    `grouped_gemm`'s through a quantised b, straight through the rounding of a.
     `train_experts` and the backwards are called only for problems that need gradients and that
     `why_not` takes.
     """

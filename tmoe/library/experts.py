@@ -181,6 +181,20 @@ def _quantized_gemm(backend: Backend, a: Tensor, b: list[Tensor], *rest: Any) ->
     return backend.grouped_gemm(a, weight, expert_offsets, bias, out, scheme, a_scale)
 
 
+def _quantized_gemm_gradients(
+    backend: Backend, grads: list[Tensor], arguments: list[Any], wanted: list[bool]
+) -> list[Tensor] | None:
+    a, b, expert_offsets, bias, _, _, format, block = arguments
+    find = getattr(backend, "frozen_gemm_backward", None)
+    if find is None:
+        return None
+    of_a, of_bias = wanted
+    weight = weight_of(b, format, block, a)
+    asked = GemmGradients(of_a, False, of_bias)
+    found = find(grads[0], weight, expert_offsets, bias, asked)
+    return [gradient for gradient in found if gradient is not None]
+
+
 Operation(
     "quantized_grouped_gemm",
     "Tensor a, Tensor[] b, Tensor expert_offsets, Tensor? bias, Tensor? a_scale, str scheme, "
@@ -189,7 +203,8 @@ Operation(
     facts=_quantized_gemm_facts,
     compute=_quantized_gemm,
     fake=lambda a, b, *rest: a.new_empty(a.shape[0], b[0].shape[1]),
-    differentiable=(0, 3),  # as of quantized_experts
+    differentiable=(0, 3),
+    gradients=_quantized_gemm_gradients,
 ).define()
 
 
