@@ -12,7 +12,7 @@ import tmoe
 from tests.checking import assert_matches
 from tests.integrations.families import BY_NAME
 from tests.integrations.family import outputs
-from tests.integrations.test_training import gradients
+from tests.integrations.test_training import NOT_IN_FP64, gradients
 
 peft = pytest.importorskip("peft")
 
@@ -23,6 +23,10 @@ TARGETS = {
     "jetmoe": ["mlp.input_linear.weight", "mlp.output_linear.weight"],  # modules that nobody calls
 }
 SIX = list(TARGETS)[:6]
+# Experts that aren't stacked, a model that PEFT can't wrap, and those that mix fp32 into fp64.
+OUT_OF_REACH = {"dbrx", "qwen3_omni_moe_talker_text"} | NOT_IN_FP64
+OUT_OF_REACH |= set() if BY_NAME["aria_text"].on_interface else {"aria_text"}
+OTHERS = [name for name in BY_NAME if name not in TARGETS and name not in OUT_OF_REACH]
 
 
 def adapted(name: str, *, replaced: str = "") -> tuple[nn.Module, nn.Module]:
@@ -67,6 +71,50 @@ def test_every_adapter_gets_its_gradient(name, replaced):  # GR01
     assert all(grad.any() for grad in got.values())
     scale = {name: grad.abs().max() for name, grad in truth.items()}
     assert_matches(flat(got, scale), flat(truth, scale), flat(want, scale))
+
+
+def of_experts(model: nn.Module) -> list[str]:
+    """Whatever the family calls the stacked weights of its experts, in the order of their use."""
+    stacked = {
+        ".".join(name.split(".")[-2:])
+        for name, p in model.named_parameters()
+        if p.ndim == 3 and name.endswith(("gate_up_proj", "up_proj", "down_proj"))
+    }
+    return sorted(stacked, reverse=True)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_family(name):
+    """One of its projections or both, by turns; then merged for good, as PEFT merges into eager."""
+    turn = OTHERS.index(name) % 3
+
+    def build(replace: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = BY_NAME[name].build()
+        if BY_NAME[name].on_interface:
+            model.set_experts_implementation("eager")
+        names = of_experts(model)
+        assert len(names) >= 2
+        if replace:
+            tmoe.replace_moe(model)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=4,
+            use_rslora=turn == 1,
+            target_parameters=[names, names[:1], names[-1:]][turn],
+            target_modules=[],
+            init_lora_weights=False,
+        )
+        return peft.get_peft_model(model, config)
+
+    eager, model, exact = build(False), build(True), build(False).double()
+    want, got, truth = (gradients(each) for each in (eager, model, exact))
+    assert got.keys() == want.keys() and len(got) > 0
+    scale = {key: grad.abs().max().clamp(min=1e-30) for key, grad in truth.items()}
+    assert_matches(flat(got, scale), flat(truth, scale), flat(want, scale))
+    with torch.no_grad():
+        merged = (outputs(each.merge_and_unload()) for each in (model, exact, eager))
+        assert_matches(*merged)
 
 
 @pytest.mark.parametrize("name", SIX)

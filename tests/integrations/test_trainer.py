@@ -62,6 +62,11 @@ def train(
         model.set_experts_implementation("eager")
     if on == "tmoe":
         tmoe.replace_moe(model)
+    return train_model(model, folder, **settings), model
+
+
+def train_model(model: nn.Module, folder: Any, **settings: Any) -> list[float]:
+    """The loss and the norm of the gradient after each step."""
     arguments = TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -78,7 +83,7 @@ def train(
     trainer = Trainer(model, arguments, train_dataset=Sequences())
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [entry[key] for entry in logs for key in ("loss", "grad_norm")], model
+    return [entry[key] for entry in logs for key in ("loss", "grad_norm")]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

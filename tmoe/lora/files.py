@@ -26,6 +26,15 @@ from .find import Target, adapted, targets
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# PEFT refuses some of these for parameters of experts, and the others aren't read here.
+USUAL = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "lora_dropout": 0.0,
+    "lora_bias": False,
+}
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -40,7 +49,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     ranks, alphas = set(), set()
     for target, lora in adapted(model, "lora.save"):
         names = list(lora._modules)
-        parameters |= {f"{target.name}.{name}" for name in names}
+        parameters |= {f"{_name(target)}.{name}" for name in names}
         for name, pair in lora.named_children():
             assert isinstance(pair, LoraPair)
             ranks.add(pair.rank)
@@ -81,8 +90,7 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
     """
     op = "lora.load"
     config = json.loads((Path(folder) / CONFIG).read_text())
-    for name, usual in (("peft_type", "LORA"), ("use_dora", False), ("rank_pattern", {}),
-                        ("alpha_pattern", {})):  # fmt: skip
+    for name, usual in USUAL.items():
         got = config.get(name, usual)
         expect(got == usual or not got, op, "folder", f"adapters with {name} {usual}", got)
     alpha, rank = config["lora_alpha"], config["r"]
@@ -110,7 +118,12 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
 def _key(target: Target, names: list[str], name: str) -> str:
     """Where PEFT has the adapter of the parameter `name` of those that are adapted."""
     inner = ".base_layer" * (len(names) - 1 - names.index(name))
-    return f"{PREFIX}{target.name}{inner}"
+    return f"{PREFIX}{_name(target)}{inner}"
+
+
+def _name(target: Target) -> str:
+    """In the model itself, where a `PeftModel` with adapters on other modules stands around it."""
+    return target.name.removeprefix(PREFIX)
 
 
 def _as_peft_has_it(target: Target, pair: LoraPair) -> tuple[Tensor, Tensor]:
