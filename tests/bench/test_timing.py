@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tmoe.bench import timing
-from tmoe.bench.timing import CALLS, LEAD_SECONDS, ROUNDS, round_on_gpu, seconds_per_call
+from tmoe.bench.timing import (
+    CALLS,
+    LEAD_SECONDS,
+    MOST_SECONDS,
+    ROUNDS,
+    round_on_gpu,
+    seconds_per_call,
+    seconds_per_queued_call,
+)
 
 
 class Graph:
@@ -69,3 +77,17 @@ def test_a_short_round_has_more_calls_and_a_busy_gpu_before_it():
 def test_a_long_round_is_as_it_is():
     one = round_on_gpu([lambda: 3e-3] * 3)
     assert one.calls == 3 and len(Graph.made) == 1
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 1e-2])
+def test_calls_that_cannot_be_captured_are_queued(seconds):
+    """As many in a round as take some milliseconds, and two at least."""
+    made = []
+
+    def call():
+        made.append(None)
+        Event.clock += seconds
+
+    found = seconds_per_queued_call(call, torch.device("cuda"))
+    assert found == pytest.approx([seconds] * ROUNDS) and not Graph.made
+    assert len(made) == 2 + (ROUNDS + 1) * max(2, round(MOST_SECONDS / seconds))

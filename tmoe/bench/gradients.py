@@ -68,29 +68,32 @@ def experts_gradients_ref(
     }
 
 
-def check_gradients(got: Tensors, tensors: Tensors, topk_ids: Tensor, dy: Tensor) -> None:
+def check_gradients(
+    got: Tensors, tensors: Tensors, topk_ids: Tensor, dy: Tensor, *, factor: float = 2.0
+) -> None:
     """SwiGLU experts: gradients of x and topk_weights of some tokens, and of some experts' weights,
-    within twice the error of torch in the same dtype; no NaN in any."""
+    within `factor` times the error of torch in the same dtype; no NaN in any."""
     for name, gradient in got.items():
         assert gradient.isfinite().all(), f"{name}: not finite"
     tokens = some_rows(len(dy), dy.device)
     some = {n: t[tokens] if n in BY_TOKEN else t for n, t in tensors.items()}
-    _compare(got, tokens, BY_TOKEN, some, topk_ids[tokens], dy[tokens])
+    _compare(got, tokens, BY_TOKEN, some, topk_ids[tokens], dy[tokens], factor)
     experts = some_rows(len(tensors["down_proj"]), dy.device, CHECKED_EXPERTS)
     few = {n: t if n in BY_TOKEN else t[experts] for n, t in tensors.items()}
     ids = torch.full_like(topk_ids, -1)
     for i, expert in enumerate(experts.tolist()):
         ids[topk_ids == expert] = i
-    _compare(got, experts, ("gate_up_proj", "down_proj"), few, ids, dy)
+    _compare(got, experts, ("gate_up_proj", "down_proj"), few, ids, dy, factor)
 
 
 def _compare(
-    got: Tensors, at: Tensor, names: tuple[str, ...], tensors: Tensors, ids: Tensor, dy: Tensor
-) -> None:
+    got: Tensors, at: Tensor, names: tuple[str, ...], tensors: Tensors, ids: Tensor, dy: Tensor,
+    factor: float,
+) -> None:  # fmt: skip
     truth = experts_gradients_ref(torch.float64, tensors, ids, dy)
     naive = experts_gradients_ref(dy.dtype, tensors, ids, dy)
     for name in names:
         try:
-            assert_matches(got[name][at], truth[name], naive[name])
+            assert_matches(got[name][at], truth[name], naive[name], factor=factor)
         except AssertionError as error:
             raise AssertionError(f"gradient of {name}: {error}") from error

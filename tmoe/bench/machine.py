@@ -12,7 +12,7 @@ import tmoe
 
 from ..doctor import diagnose
 from ..environment import installed_version, kernels_hash
-from .peers import PEERS
+from .peers import PEERS, TRAINING_PEERS
 from .roofline import device_name
 
 
@@ -21,7 +21,7 @@ def machine_info(device: torch.device) -> dict[str, Any]:
     found = diagnose()
     versions = {name: version for name, version in found.versions.items() if version}
     versions["tmoe"] = tmoe.__version__
-    for peer in PEERS.values():
+    for peer in (PEERS | TRAINING_PEERS).values():
         package = peer.package or "torch"
         version = installed_version(package)
         if version is not None:

@@ -8,7 +8,8 @@ whose conventions have changed fails instead of being timed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +37,7 @@ class Peer:
     package: str | None  # as pip knows it; None: torch alone
     make: Callable[..., Layer]
     schemes: tuple[str, ...] = ("bf16",)
+    waits: bool = False  # reads numbers back from the GPU in a call, so a CUDA graph can't hold it
 
     def layer(self, gate_up_proj: Weight, down_proj: Weight, scheme: str = "bf16") -> Layer:
         """Raises `Missing` with the reason."""
@@ -123,7 +125,9 @@ def _triton_kernels(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Lay
     return layer
 
 
-def _sonicmoe(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
+def _sonicmoe(
+    gate_up_proj: Tensor, down_proj: Tensor, scheme: str, *, trains: bool = False
+) -> Layer:
     """On QuACK's kernels. Experts come last in its weights, which are views of ours."""
     sonicmoe = _module("sonicmoe")
     swiglu = _module("sonicmoe.enums").ActivationType.SWIGLU
@@ -134,8 +138,8 @@ def _sonicmoe(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
         tokens = torch.arange(T, device=x.device, dtype=torch.int32).repeat_interleave(K)
         y, _ = sonicmoe.moe_general_routing_inputs(
             x, topk_weights.flatten(), tokens, topk_ids.int().flatten(), first, None, second, None,
-            E, torch.cuda.current_stream().cuda_stream, swiglu, is_inference_mode_enabled=True,
-            concat_layout=True,
+            E, torch.cuda.current_stream().cuda_stream, swiglu,
+            is_inference_mode_enabled=not trains, concat_layout=True,
         )  # fmt: skip
         return y
 
@@ -170,3 +174,46 @@ _PEERS = (
     Peer("flashinfer", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer),
 )
 PEERS = {peer.name: peer for peer in _PEERS}
+
+
+# peers that train ---------------------------------------------------------------------------------
+
+
+def _liger(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
+    """The function behind its patches of transformers' models, which give it weights in x's
+    dtype."""
+    apply = _module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
+
+    def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        y: Tensor = apply(x, gate_up_proj, down_proj, topk_ids.int(), topk_weights.to(x.dtype))
+        return y
+
+    return layer
+
+
+def _scattermoe(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
+    """As its gated MLP calls it. It multiplies by (E, inputs, outputs), which are views of ours."""
+    experts = _module("scattermoe.parallel_experts")
+    first, second, E = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2), len(down_proj)
+
+    def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        order = experts.flatten_sort_count(topk_ids, num_experts=E)
+        hidden = experts.parallel_linear(x, first, topk_ids.shape[1], *order, grouped_out=True)
+        gate, up = hidden.chunk(2, dim=-1)
+        gates = topk_weights.to(x.dtype)
+        y: Tensor = experts.parallel_linear(
+            F.silu(gate) * up, second, 1, *order, gates=gates, grouped_in=True
+        )
+        return y
+
+    return layer
+
+
+_TRAINING_PEERS = (
+    PEERS["grouped_mm"],
+    PEERS["torch_grouped_mm"],
+    replace(PEERS["sonicmoe"], make=partial(_sonicmoe, trains=True)),
+    Peer("liger", "Liger's fused MoE, in Triton", "liger-kernel", _liger, waits=True),
+    Peer("scattermoe", "ScatterMoE, in Triton", "scattermoe", _scattermoe, waits=True),
+)
+TRAINING_PEERS = {peer.name: peer for peer in _TRAINING_PEERS}

@@ -106,6 +106,26 @@ def seconds_per_call(calls: Sequence[Call], device: torch.device) -> list[float]
     return readings[1:]
 
 
+def seconds_per_queued_call(call: Call, device: torch.device) -> list[float]:
+    """The same of calls that are made one after another from Python: for one that waits for the GPU
+    and so can't be captured. What it waits, and what Python takes then, is part of it."""
+    if device.type == "cpu":
+        return _rounds_on_cpu([call])
+    with torch.cuda.device(device):
+        timer, readings = DeviceTimer(), []
+        call()
+        start = timer()
+        call()
+        seconds = timer() - start
+        timer.calls = max(2, math.ceil(MOST_SECONDS / seconds))
+        for _ in range(ROUNDS + 1):
+            start = timer()
+            for _ in range(timer.calls):
+                call()
+            readings.append(timer() - start)
+    return readings[1:]
+
+
 def _rounds_on_cpu(calls: Sequence[Call]) -> list[float]:
     one = one_call_at_a_time(calls)
     found = []

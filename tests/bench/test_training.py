@@ -1,0 +1,140 @@
+"""The benchmark of training: peers are called as they are, checked, and timed as they can be."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import training
+from tests.reference import fused_experts_ref
+from tmoe.bench import peers
+from tmoe.bench.activation_memory import Peaks
+from tmoe.bench.gradients import experts_gradients_ref
+from tmoe.bench.shapes import TINY, routed_inputs
+from tmoe.demo.shapes import random_weights
+
+CPU = torch.device("cpu")
+OTHERS = ("liger", "scattermoe", "sonicmoe")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The benchmark on a CPU, whose memory nobody counts."""
+    monkeypatch.setattr(training, "DEVICE", CPU)
+    monkeypatch.setattr(training, "DTYPE", torch.float32)
+    monkeypatch.setattr(training, "peak_memory", lambda *_: Peaks(3, 2, 1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(training, "seconds_per_call", lambda calls, _: [1e-6])
+    monkeypatch.setattr(training, "seconds_per_queued_call", lambda call, _: [2e-6])
+
+
+def stand_in(monkeypatch, **modules):
+    monkeypatch.setattr(peers, "installed_version", lambda _: "1.0")
+    for name, functions in modules.items():
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), module)
+
+
+def rows(ways, **how):
+    return list(training.measure(TINY, [6], ways, **how))
+
+
+def test_ours_and_what_runs_anywhere(here, capsys):
+    for row in rows(["tmoe", "tmoe, recompute", "torch_grouped_mm"]):
+        assert row["us"] == 1 and row["timed"] == "graph" and row["peak_bytes"] == 3
+        assert "1 µs" in training._line(row)
+    (row,) = rows(["tmoe"], eager=True)
+    assert row["us"] == 2 and row["timed"] == "call by call"
+
+
+def test_a_peer_that_is_not_installed_is_said(here, monkeypatch):
+    monkeypatch.setattr(peers, "installed_version", lambda _: None)
+    for row in rows(OTHERS):
+        assert "which isn't installed" in row["failed"] and "us" not in row
+        assert row["failed"] in training._line(row)
+
+
+def test_one_with_another_convention_is_not_timed(here, monkeypatch):
+    """Up rows first: every gradient of the second half is another one."""
+
+    def apply(x, gate_up, down, ids, weights):
+        swapped = torch.cat(gate_up.chunk(2, 1)[::-1], 1)
+        return fused_experts_ref(x, swapped, down, weights, ids, dtype=x.dtype)
+
+    function = SimpleNamespace(apply=apply)
+    stand_in(monkeypatch, liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": function})
+    (row,) = rows(["liger"])
+    assert row["failed"].startswith("AssertionError: gradient of")
+
+
+def layer_of(way):
+    torch.manual_seed(0)
+    x, weights, ids = routed_inputs(TINY, 6, CPU, torch.float32)
+    gate_up, down = random_weights(TINY, CPU, torch.float32)
+    tensors = {"x": x, "topk_weights": weights, "gate_up_proj": gate_up, "down_proj": down}
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    y = training.forward_of(way, leaves, ids)()
+    dy = torch.randn_like(y)
+    got = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    plain = {name: leaf.detach() for name, leaf in leaves.items()}
+    want = experts_gradients_ref(torch.float64, plain, ids, dy)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient.double(), want[name].double(), rtol=1e-4, atol=1e-5)
+
+
+def test_liger_is_called_as_it_is(monkeypatch):
+    """By its source: (x, gate and up, down, int32 ids, weights in x's dtype)."""
+
+    def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+        assert top_k_index.dtype == torch.int32 and top_k_weights.dtype == x.dtype
+        layer = x, gate_up_proj, down_proj, top_k_weights, top_k_index
+        return fused_experts_ref(*layer, dtype=x.dtype)
+
+    function = SimpleNamespace(apply=apply)
+    stand_in(monkeypatch, liger_kernel__ops__fused_moe={"LigerFusedMoEFunction": function})
+    layer_of("liger")
+
+
+def test_scattermoe_is_called_as_it_is(monkeypatch):
+    """By its source: weights (E, inputs, outputs), an order made once, and gates in the second."""
+
+    def flatten_sort_count(expert_idxs, num_experts):
+        experts, slots = expert_idxs.flatten().sort(stable=True)
+        return experts, slots, experts.bincount(minlength=num_experts).cumsum(-1)
+
+    def parallel_linear(
+        inputs, expert_weights, k, sorted_expert_idxs, sorted_scattered_idxs, expert_offsets,
+        expert_biases=None, gates=None, grouped_in=False, grouped_out=False,
+    ):  # fmt: skip
+        rows = inputs if grouped_in else inputs[sorted_scattered_idxs // k]
+        y = torch.einsum("sd,sdn->sn", rows, expert_weights[sorted_expert_idxs])
+        if grouped_out:
+            return y
+        y = torch.empty_like(y).index_copy(0, sorted_scattered_idxs, y)
+        return (gates.unsqueeze(1) @ y.view(*gates.shape, -1)).squeeze(1)
+
+    functions = {"flatten_sort_count": flatten_sort_count, "parallel_linear": parallel_linear}
+    stand_in(monkeypatch, scattermoe__parallel_experts=functions)
+    layer_of("scattermoe")
+
+
+def test_sonicmoe_keeps_what_its_backward_needs(monkeypatch):
+    def moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2, E, *_, **how):
+        assert not how["is_inference_mode_enabled"] and how["concat_layout"]
+        gate, up = torch.einsum("sd,nds->sn", x[tokens], w1[..., experts]).chunk(2, -1)
+        y = torch.einsum("sd,nds->sn", F.silu(gate) * up, w2[..., experts]) * scores[:, None]
+        return torch.zeros_like(x).index_add(0, tokens, y), experts.bincount(minlength=E)
+
+    stand_in(
+        monkeypatch,
+        sonicmoe={"moe_general_routing_inputs": moe_general_routing_inputs},
+        sonicmoe__enums={"ActivationType": SimpleNamespace(SWIGLU=None)},
+    )
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    layer_of("sonicmoe")
