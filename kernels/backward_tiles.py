@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmoe.kernels.launch import architecture
+from tmoe.kernels.launch import architecture, next_power_of_2
 from tmoe.kernels.tiles import DESCRIBED, INVARIANT_ROWS, Tile
 
 
@@ -41,6 +41,7 @@ class BackwardTiles:
     d_rows: Tile  # d_hidden · gate_up
     weights: GradientTile
     max_rows: float = math.inf  # rows per expert, on average
+    max_intermediate: float = math.inf  # I
 
     def __post_init__(self) -> None:
         assert self.d_activated.block_m == self.d_rows.block_m, "one list of row tiles serves both"
@@ -48,14 +49,16 @@ class BackwardTiles:
 
 _PRODUCTS = Tile(128, 256, 64, 8, 3, persistent=True)
 # With some hundred rows an expert's gradient is mostly stores: two programs of a multiprocessor
-# take turns. With more, one product of 128 × 256 keeps the tensor cores fed. As many programs as
-# there are multiprocessors, each walking through several tiles, lost everywhere.
+# take turns. With more, one product of 128 × 256 keeps the tensor cores fed; of narrow experts
+# (Qwen3's, at 1024 rows) not yet. As many programs as there are multiprocessors, each walking
+# through several tiles, lost everywhere.
 _MANY_STORES = GradientTile(128, 128, 32, 4, 5, copies_out=True)
 _MANY_ROWS = GradientTile(128, 256, 64, 8, 3, copies_out=True)
 HOPPER_BACKWARD = (
     BackwardTiles(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), _MANY_STORES, 8),
     BackwardTiles(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), _MANY_STORES, 48),
     BackwardTiles(_PRODUCTS, _PRODUCTS, _MANY_STORES, 768),
+    BackwardTiles(_PRODUCTS, _PRODUCTS, _MANY_STORES, 1024, max_intermediate=1024),
     BackwardTiles(_PRODUCTS, _PRODUCTS, _MANY_ROWS),
 )
 PORTABLE_BACKWARD = (
@@ -79,13 +82,24 @@ def choose_backward_tiles(
     dtype: torch.dtype,
     *,
     rows_per_expert: float,
+    intermediate: int,
     described: bool = True,
     batch_invariant: bool = False,
 ) -> BackwardTiles:
-    """The tiles of the backward of experts that get so many rows on average."""
+    """The tiles of the backward of experts with `intermediate` columns that get so many rows on
+    average."""
     rows = INVARIANT_ROWS if batch_invariant else rows_per_expert
     table = backward_tile_table(device, dtype, described=described)
-    return next(tiles for tiles in table if rows <= tiles.max_rows)
+    return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
+
+
+def factor_gradient_tile(rows: int, columns: int, dtype: torch.dtype) -> GradientTile:
+    """For the gradient of an adapter's factor, (E, rows, columns), one of which is its rank: no
+    wider than 64 there. Not measured."""
+    thin = min(max(next_power_of_2(min(rows, columns)), 16), 64)
+    wide, steps = (128, 64) if dtype.itemsize < 4 else (64, 16)
+    sides = (thin, wide) if rows <= columns else (wide, thin)
+    return GradientTile(*sides, steps, 4, 3 if dtype.itemsize < 4 else 2)
 
 
 def backward_tile_table(

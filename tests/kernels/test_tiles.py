@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
+import tmoe.kernels.backward_tiles as backward_tiles
 import tmoe.kernels.tiles as tiles_module
+from tmoe.kernels.backward_tiles import (
+    FLOAT32_BACKWARD,
+    HOPPER_BACKWARD,
+    INTERPRETER_BACKWARD,
+    PORTABLE_BACKWARD,
+    choose_backward_tiles,
+    factor_gradient_tile,
+)
 from tmoe.kernels.tiles import (
     BLACKWELL,
     FLOAT32,
@@ -136,3 +145,29 @@ def test_tails_are_halved_where_a_tile_is_high_and_a_program_has_one():
         return Tile(block_m, 64, 64, 4, 3, persistent=persistent).halves_tails
 
     assert halves(128, False) and not halves(128, True) and not halves(64, False)
+
+
+@pytest.mark.parametrize("rows_per_expert", [4, 1000, 1024, 1025])
+def test_tiles_of_the_backward(rows_per_expert, monkeypatch):
+    """Every layer finds a row; weight gradients of narrow experts have smaller tiles for longer."""
+    for table in (HOPPER_BACKWARD, PORTABLE_BACKWARD, FLOAT32_BACKWARD, INTERPRETER_BACKWARD):
+        monkeypatch.setattr(backward_tiles, "backward_tile_table", lambda *_, t=table, **__: t)
+        narrow, wide = (
+            choose_backward_tiles(
+                torch.device("cpu"),
+                torch.bfloat16,
+                rows_per_expert=rows_per_expert,
+                intermediate=intermediate,
+            )
+            for intermediate in (768, 14336)
+        )
+        larger = wide.weights.block_d > narrow.weights.block_d
+        assert larger == (table is HOPPER_BACKWARD and 768 < rows_per_expert <= 1024)
+
+
+@pytest.mark.parametrize("rank, side", [(1, 16), (16, 16), (17, 32), (64, 64), (300, 64)])
+def test_tiles_of_an_adapters_factors(rank, side):
+    for dtype, wide in ((torch.bfloat16, 128), (torch.float32, 64)):
+        a = factor_gradient_tile(rank, 4096, dtype)
+        b = factor_gradient_tile(4096, rank, dtype)
+        assert (a.block_n, a.block_d) == (side, wide) == (b.block_d, b.block_n)

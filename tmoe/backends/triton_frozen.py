@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 
 from tmoe.kernels.activation_backward import activation_backward
-from tmoe.kernels.backward_tiles import BackwardTiles, choose_backward_tiles
+from tmoe.kernels.backward_tiles import (
+    BackwardTiles,
+    choose_backward_tiles,
+    factor_gradient_tile,
+)
 from tmoe.kernels.bias_gradient import bias_gradient
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
@@ -64,7 +68,7 @@ def frozen_backward(
     S, activation = T * K, spec.activation
     quantized = isinstance(down_proj, QuantizedTensor)
     described = not quantized and can_describe(gate_up_proj) and can_describe(down_proj)
-    tiles = _tiles(x, S / spec.num_experts, described=described)
+    tiles = _tiles(x, S / spec.num_experts, I, described=described)
     block_m = tiles.d_activated.block_m
     order = sort_tokens(topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=block_m)
     dy = _with_unit_stride(dy).to(x.dtype)
@@ -113,9 +117,9 @@ def frozen_backward(
         assert a2 is not None and b2 is not None
         if wanted.down_b:
             low = through(activated, a2, order)
-            gradients["down_b"] = _factor(b2, permute(rows, dy, order), low, offsets, tiles)
+            gradients["down_b"] = _factor(b2, permute(rows, dy, order), low, offsets)
         if wanted.down_a:
-            gradients["down_a"] = _factor(a2, e2, activated, offsets, tiles)
+            gradients["down_a"] = _factor(a2, e2, activated, offsets)
     del grad, activated, e2
     if d_hidden is None:
         return _finished(gradients, topk_weights)
@@ -127,10 +131,10 @@ def frozen_backward(
         e1 = through(d_hidden, b1.transpose(1, 2), order)
         if wanted.gate_up_b:
             low = through(x, a1, order, gather=True, row_weight=on_input)
-            gradients["gate_up_b"] = _factor(b1, d_hidden, low, offsets, tiles)
+            gradients["gate_up_b"] = _factor(b1, d_hidden, low, offsets)
         if wanted.gate_up_a:
             inputs = permute(rows, x, order, row_weight=on_input)
-            gradients["gate_up_a"] = _factor(a1, e1, inputs, offsets, tiles)
+            gradients["gate_up_a"] = _factor(a1, e1, inputs, offsets)
     if not needs_rows:
         return _finished(gradients, topk_weights)
     adapter = None if e1 is None or a1 is None else LowRankRows(e1, a1.transpose(1, 2))
@@ -158,8 +162,8 @@ def frozen_gemm_backward(
     wanted: GemmGradients,
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend`."""
-    (S, _), (E, _, D) = dy.shape, b.shape
-    tiles = _tiles(dy, S / E, described=False)
+    (S, _), (E, N, D) = dy.shape, b.shape
+    tiles = _tiles(dy, S / E, min(N, D), described=False)
     dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
     order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
     d_a = d_bias = None
@@ -172,11 +176,14 @@ def frozen_gemm_backward(
     return GemmGradients(d_a, None, d_bias)
 
 
-def _tiles(rows: Tensor, rows_per_expert: float, *, described: bool) -> BackwardTiles:
+def _tiles(
+    rows: Tensor, rows_per_expert: float, intermediate: int, *, described: bool
+) -> BackwardTiles:
     return choose_backward_tiles(
         rows.device,
         rows.dtype,
         rows_per_expert=rows_per_expert,
+        intermediate=intermediate,
         described=described,
         batch_invariant=current().batch_invariant,
     )
@@ -215,12 +222,7 @@ def _along_rows(
     )  # fmt: skip
 
 
-def _factor(
-    factor: Tensor,
-    left: Tensor,
-    right: Tensor,
-    expert_offsets: Tensor,
-    tiles: BackwardTiles,
-) -> Tensor:
+def _factor(factor: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> Tensor:
     """The gradient of an adapter's factor."""
-    return weight_gradient(torch.empty_like(factor), left, right, expert_offsets, tiles.weights)
+    tile = factor_gradient_tile(*factor.shape[1:], factor.dtype)
+    return weight_gradient(torch.empty_like(factor), left, right, expert_offsets, tile)

@@ -59,7 +59,7 @@ def experts_backward(
     """See `tmoe.dispatch.backend.Backend.experts_backward`."""
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, columns, activation = T * K, gate_up_proj.shape[1], spec.activation
-    tiles = _tiles(x, (gate_up_proj, down_proj), S / spec.num_experts)
+    tiles = _tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     order = sort_tokens(
         topk_ids,
         num_experts=E,
@@ -165,7 +165,7 @@ def grouped_gemm_backward(
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend.grouped_gemm_backward`."""
     (S, D), E = a.shape, b.shape[0]
-    tiles = _tiles(a, (b,), S / E)
+    tiles = _tiles(a, (b,), S / E, min(b.shape[1:]))
     dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
     order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
     gradients: dict[str, Any] = {}
@@ -196,11 +196,14 @@ def _weight_gradient(
     return None
 
 
-def _tiles(x: Tensor, weights: tuple[Tensor, ...], rows_per_expert: float) -> BackwardTiles:
+def _tiles(
+    x: Tensor, weights: tuple[Tensor, ...], rows_per_expert: float, intermediate: int
+) -> BackwardTiles:
     return choose_backward_tiles(
         x.device,
         x.dtype,
         rows_per_expert=rows_per_expert,
+        intermediate=intermediate,
         described=all(can_describe(w) for w in weights),
         batch_invariant=current().batch_invariant,
     )
