@@ -1,4 +1,4 @@
-"""fully_shard around layers on one GPU and on two: the kernels between its gathers and sums."""
+"""FSDP2 and DDP around layers, on one GPU and on two: the kernels between gathers and sums."""
 
 from __future__ import annotations
 
@@ -37,16 +37,21 @@ def on_kernels(rank: int, what: str) -> None:
             fsdp_ranks.compare(what, larger(), rank, policy=fsdp_ranks.BF16, count=TOKENS)
         elif what == "divided experts":
             fsdp_ranks.compare_beside_divided_experts(rank, larger(), TOKENS)
+        elif what == "whole copies":
+            fsdp_ranks.compare_data_parallel(rank)
         else:
             fsdp_ranks.compare_adapters(larger(), what, rank, TOKENS)
 
 
+OF_TWO = ["divided experts", "whole copies"]
+
+
 @pytest.mark.parametrize(
-    "what", ["layers", "larger, bf16", "bf16", "nvfp4_a16", "fp8_block", "divided experts"]
+    "what", ["layers", "larger, bf16", "bf16", "nvfp4_a16", "fp8_block", *OF_TWO]
 )
 def test_same_gradients(group, what):
-    """Of everything; with bf16 parameters; of adapters on plain and on quantised experts; and
-    beside experts that are divided among the ranks."""
-    if what == "divided experts" and group.size == 1:
-        pytest.skip("there is nothing to divide")
+    """Of everything; with bf16 parameters; of adapters on plain and on quantised experts; beside
+    experts that are divided among the ranks; and under DistributedDataParallel."""
+    if what in OF_TWO and group.size == 1:
+        pytest.skip("there is nothing to divide, and nothing to average")
     group.run(on_kernels, what)

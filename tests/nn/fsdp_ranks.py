@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import tmoe
 from tests.nn.layers import CASES, make_layer
+from tests.nn.test_training_survives import LAYERS
 from tests.parallel.cases import device
 from tmoe.parallel import parallelize
 
@@ -103,3 +105,21 @@ def compare_beside_divided_experts(
     for name, gradient in got.items():
         true = want[name][mine] if name.startswith("experts.") else want[name]
         torch.testing.assert_close(gradient, true, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def compare_data_parallel(rank: int) -> None:
+    """DistributedDataParallel, which also averages; the gradients are views of its buckets, too."""
+    for name, make in LAYERS.items():
+        for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+            torch.manual_seed(0)
+            layer = make().to(device())
+            x = tokens(layer, 16)
+            parts = whole_gradients(copy.deepcopy(layer), x)
+            parallel = DistributedDataParallel(layer, **options)
+            for _ in range(2):  # the second time in buckets of another order
+                parallel.zero_grad()
+                parallel(x[rank]).float().square().sum().backward()
+            for parameter, gradient in parts[0].items():
+                want = (gradient + parts[1][parameter]) / 2
+                got = layer.get_parameter(parameter).grad
+                torch.testing.assert_close(got, want, msg=lambda m, n=name: f"{n}: {m}")  # noqa: B023

@@ -44,7 +44,9 @@ def test_mixed_precision_leaves_the_correction_bias_alone(mesh):
 
 def test_two_ranks():
     """Sharded and reduced over two processes: every layer of layers.py, bf16 parameters with fp32
-    sums, adapters on plain and on quantised experts; and experts that are divided instead."""
+    sums, adapters on plain and on quantised experts; experts that are divided instead; and whole
+    copies under DistributedDataParallel."""
     with ranks(2) as group:
         group.run(fsdp_ranks.compare_all)
         group.run(fsdp_ranks.compare_beside_divided_experts)
+        group.run(fsdp_ranks.compare_data_parallel)

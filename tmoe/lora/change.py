@@ -12,6 +12,10 @@ from ..formats import QuantizedTensor
 from ..nn.lora import LORA, ExpertsLora, LoraPair
 from .find import Target, adapted, targets
 
+# What `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` sets, without importing
+# torch.distributed.
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
 
 def add(
     model: nn.Module,
@@ -58,6 +62,7 @@ def add(
     for target in found:
         chosen = [w for w, name in zip(target.weights, known, strict=True) if name in projections]
         put(target, {weight: rank for weight in chosen}, alpha, dtype)
+    leave_codes_out_of_ddp(model)
     return [target.name for target in found]
 
 
@@ -70,6 +75,16 @@ def put(target: Target, ranks: dict[str, int], alpha: float, dtype: torch.dtype)
     for weight in target.weights:
         target.module.get_parameter(weight).requires_grad_(False)
     target.module.add_module(LORA, ExpertsLora(pairs))
+
+
+def leave_codes_out_of_ddp(model: nn.Module) -> None:
+    """Have `DistributedDataParallel(model)` not send quantised weights to the other ranks when it
+    starts, for which it would make one flat tensor of them and others: each rank has read its own.
+    """
+    codes = [n for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)]
+    known = getattr(model, _IGNORED_BY_DDP, [])
+    if codes:
+        setattr(model, _IGNORED_BY_DDP, list(dict.fromkeys([*known, *codes])))
 
 
 def merge(model: nn.Module) -> None:

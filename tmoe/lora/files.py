@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..checks import expect
 from ..nn.lora import LoraPair
 from ..whole_file import whole_file
-from .change import put
+from .change import leave_codes_out_of_ddp, put
 from .find import Target, adapted, targets
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -112,6 +112,7 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
                 pair.lora_B.copy_(b)
         made.append(target.name)
     expect(not tensors, op, "folder", "adapters of experts of this model alone", sorted(tensors))
+    leave_codes_out_of_ddp(model)
     return made
 
 
