@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.aot.case import Case
 from tests.aot.exchange_cases import launches as exchange_launches
-from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, frozen_cases
+from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, frozen_cases, gemm_cases
 from tests.aot.quantiser_cases import launches as quantiser_launches
 from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
 from tmoe.activation import Activation
@@ -342,5 +342,6 @@ def cases() -> list[Case]:
             *_of_every_format(_quantisers(64, 2880, 8, fp32)),
             *unaligned,
             *frozen_cases(OTHERS),
+            *gemm_cases(),
         ),
     ]

@@ -223,6 +223,9 @@ def _along_rows(
 
 
 def _factor(factor: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> Tensor:
-    """The gradient of an adapter's factor."""
-    tile = factor_gradient_tile(*factor.shape[1:], factor.dtype)
+    """The gradient of an adapter's factor, computed as the factor is stored."""
+    _, rows, columns = factor.shape
+    if factor.stride(2) != 1 and factor.stride(1) == 1:
+        rows, columns = columns, rows
+    tile = factor_gradient_tile(rows, columns, factor.dtype)
     return weight_gradient(torch.empty_like(factor), left, right, expert_offsets, tile)
