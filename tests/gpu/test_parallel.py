@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.parallel import gradient_ranks
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
 from tests.parallel.ranks import ranks
 from tests.parallel.wire_ranks import coded
@@ -75,6 +76,13 @@ def test_tokens_go_as_codes(two, scheme, tokens, exchange):
 @pytest.mark.parametrize("case", WIDTH, ids=lambda c: c.why)
 def test_width_of_two_gpus(two, case):
     two.run(run, case)
+
+
+@pytest.mark.parametrize("how", [DPEP, EP, TP], ids=["dp+ep", "ep", "tp"])
+@pytest.mark.parametrize("scheme", ["mxfp4_a16", "nvfp4_a16"])
+def test_gradients_through_quantised_experts(two, scheme, how):
+    sizes = SIZES | {"tokens": (700, 40) if "dp" in how else (700,)}
+    two.run(gradient_ranks.through_codes, Case("", **how, **sizes, scheme=scheme))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.parallel import gradient_ranks
 from tests.parallel.cases import Case, run
 from tests.parallel.ranks import ranks
 from tmoe.formats import SCHEMES
@@ -188,3 +189,14 @@ def test_three_ranks(three, case, exchange):
 @pytest.mark.parametrize("case", FOUR, ids=lambda c: c.why)
 def test_four_ranks(four, case, exchange):
     four.run(run, replace(case, exchange=exchange))
+
+
+@pytest.mark.parametrize("exchange", BOTH)
+@pytest.mark.parametrize("how", [DPEP, EP, TP], ids=["dp+ep", "ep", "tp"])
+@pytest.mark.parametrize("scheme", ["fp8_a16", "nvfp4_a16"])
+def test_gradients_through_quantised_experts(two, scheme, how, exchange):
+    if "ep" not in how and exchange == "all_to_all":
+        pytest.skip("experts aren't divided")
+    sizes = {"hidden": 64, "intermediate": 64, "tokens": (7, 4) if "dp" in how else (7,)}
+    case = Case("", **how, **sizes, scheme=scheme, exchange=exchange)
+    two.run(gradient_ranks.through_codes, case)
