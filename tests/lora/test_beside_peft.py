@@ -87,3 +87,18 @@ def test_there_is_no_dropout_on_experts(tmp_path):
     tmoe.lora.remove(model)
     with pytest.raises(ValueError, match="folder must be adapters with lora_dropout 0.0, got 0.05"):
         tmoe.lora.load(model, tmp_path)
+
+
+def test_peft_cannot_adapt_codes():
+    """Neither by name nor by its "all-linear", which takes stacked experts too: both say what can.
+    What makes a model of bitsandbytes ready for training has nothing to do here."""
+    for how in ({"target_parameters": ["experts.down_proj"]}, {"target_modules": "all-linear"}):
+        model = BY_NAME["qwen3_moe"].build()
+        tmoe.replace_moe(model, "nvfp4_a16")
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, **how))
+        with pytest.raises(NotImplementedError, match="beside codes are made by tmoe.lora.add"):
+            outputs(wrapped)
+    model = BY_NAME["qwen3_moe"].build().bfloat16()
+    tmoe.replace_moe(model, "nvfp4_a16")
+    with pytest.raises(AttributeError, match="to train adapters nothing has to be prepared"):
+        peft.prepare_model_for_kbit_training(model)

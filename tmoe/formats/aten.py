@@ -20,10 +20,15 @@ from .pieces import cut, join, stack
 aten = torch.ops.aten
 
 
+# What PEFT does with the parameters that its adapters are for.
+_OF_ADAPTERS = (aten.baddbmm.default, aten.add.Tensor, aten.add_.Tensor)
+
+
 def refuse(func: Any, why: str = "isn't implemented") -> NoReturn:
-    raise NotImplementedError(
-        f"QuantizedTensor: {func} {why}; call .dequantize() first for an ordinary tensor"
-    )
+    instead = "call .dequantize() first for an ordinary tensor"
+    if func in _OF_ADAPTERS:
+        instead += "; low-rank adapters beside codes are made by tmoe.lora.add"
+    raise NotImplementedError(f"QuantizedTensor: {func} {why}; {instead}")
 
 
 def _copy(func: Any, q: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:

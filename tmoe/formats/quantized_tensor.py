@@ -127,8 +127,13 @@ class QuantizedTensor(Tensor):
         return cls(data, scale, global_scale, spec.name, block, logical, dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self._data
+
+    @data.setter
+    def data(self, new: Tensor) -> None:  # peft.prepare_model_for_kbit_training tries to
+        what = "are the codes and can't be replaced; to train adapters nothing has to be prepared"
+        raise AttributeError(f"QuantizedTensor: .data {what}")
 
     @property
     def scale(self) -> Tensor:
