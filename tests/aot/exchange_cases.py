@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tmoe.kernels.exchange_pack import pack
 from tmoe.kernels.exchange_place import place
+from tmoe.kernels.exchange_push import push
 from tmoe.kernels.exchange_ref import Parts, Places, Slots
 from tmoe.kernels.exchange_sum import sum_rows
 from tmoe.kernels.spread_codes import spread_codes
@@ -40,6 +41,13 @@ def _pack(T: int, H: int, dtype: torch.dtype, scales: int) -> None:
     pack(message, tokens, places, _empty(P + 1), own=3, capacity=T, num_sent=sent, gap=sent)
 
 
+def _push(T: int, row_bytes: int, tail: int | None, dtype: torch.dtype = torch.uint8) -> None:
+    rows, n = _empty(T * (P - 1), row_bytes // dtype.itemsize, dtype=dtype), 2 * (P - 1) * T
+    peers = _empty(P, dtype=torch.int64)
+    slots = _empty(len(rows), K)
+    push(peers, rows, slots, own=3, capacity=T, start=n, row_bytes=row_bytes, tail=tail)
+
+
 def _sum(T: int, H: int, columns: int, dtype: torch.dtype, out: torch.dtype) -> Tensor:
     back, own = _empty(T * (P - 1), H, dtype=dtype), _empty(T, H, dtype=dtype)
     return sum_rows(_empty(T, H, dtype=out), back, own, _empty(T, columns))
@@ -65,6 +73,9 @@ def launches() -> dict[str, Callable[[], object]]:
         "exchange pack bf16, narrow": lambda: _pack(1, 2048, bf16, 0),
         "exchange pack fp8 1x128": lambda: _pack(8192, 7168, e4m3, 56),
         "exchange pack fp64": lambda: _pack(16, 90, torch.float64, 0),
+        "exchange push tokens": lambda: _push(8192, 14464, 14336),
+        "exchange push sums": lambda: _push(128, 4 * 7168, None, fp32),
+        "exchange push sums, odd": lambda: _push(16, 26, None, bf16),
         "spread codes": lambda: _spread(8192, 7168),
         "spread codes, unaligned": lambda: _spread(16, 258),
         "exchange sum fp32": lambda: _sum(8192, 7168, P, fp32, bf16),
