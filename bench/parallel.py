@@ -99,7 +99,7 @@ def rows_for_experts(layer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Rows:
         return zeros(rows, dtype)
 
     x, weights, ids = inputs
-    layer.parallel.run(x, weights, ids, see, None, codes_of(layer))
+    layer.parallel.run(x, weights, ids, see, None, codes_of(layer), trained=False)
     return seen[0]
 
 

@@ -1,8 +1,8 @@
 """Push: write rows into the memory of the ranks that they are for, over NVLink.
 
     for q-th of the other ranks, p its number, and i < C:
-        there[p][start + index(own, p) · C + i] = rows[q · C + i]       of used rows every word,
-                                                                        of others those from `tail` on
+        there[p][start + index(own, p) · C + i] = rows[q · C + i]
+            every word of a used row; of another one the words from `tail` on
 
 Each rank has one buffer, which all ranks of the group can write: `peers` holds their addresses. In
 it rows from the other ranks stand one rank after the other, C of each, from row `start` on:
@@ -12,8 +12,6 @@ C rows for each rank, W words of a row, K slots of a row, P ranks.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -56,8 +54,8 @@ def push(
 ) -> None:  # fmt: skip
     """peers (P,) int64, addresses that are multiples of 16; rows ((P - 1) · C, W), dense columns;
     slots ((P - 1) · C, K) int32. `start`: rows in front of those that come; `row_bytes`: of a row
-    there; `tail`: the first byte, a multiple of 16, that goes from rows without a slot too; None: no
-    byte does."""
+    there; `tail`: the first byte, a multiple of 16, that goes from rows without a slot too; None:
+    no byte does."""
     if rows.numel() == 0:
         return
     size = rows.shape[1] * rows.itemsize
@@ -71,23 +69,6 @@ def push(
         peers, words, slots, W, K, own, capacity, start,
         cdiv(size if tail is None else tail, 16),
         row_bytes // word.itemsize, words.stride(0), slots.stride(0),
-        ALIGNED=16 // word.itemsize, BLOCK_W=block_w, BLOCK_K=next_power_of_2(K), **pdl_options(rows.device),
+        ALIGNED=16 // word.itemsize, BLOCK_W=block_w, BLOCK_K=next_power_of_2(K),
+        **pdl_options(rows.device),
     )  # fmt: skip
-
-
-def push_ref(
-    peers: Sequence[Tensor], rows: Tensor, slots: Tensor, *, own: int, capacity: int,
-    start: int = 0, row_bytes: int, tail: int | None = None,
-) -> None:  # fmt: skip
-    """The same; peers are the buffers themselves, each (bytes,) uint8."""
-    size = rows.shape[1] * rows.itemsize
-    used = (slots >= 0).any(1)
-    for other, p in enumerate(p for p in range(len(peers)) if p != own):
-        first = start + (own - (own > p)) * capacity
-        there = peers[p][first * row_bytes : (first + capacity) * row_bytes]
-        there = there.view(capacity, row_bytes)[:, :size]
-        mine = slice(other * capacity, (other + 1) * capacity)
-        goes = used[mine, None].expand(capacity, size).clone()
-        if tail is not None:
-            goes[:, tail:] = True
-        there.copy_(torch.where(goes, rows[mine].contiguous().view(torch.uint8), there))

@@ -1,11 +1,13 @@
 """What the kernels of the all-to-all exchange compute, in PyTorch: `exchange_place.py`,
-`exchange_pack.py`, `exchange_sum.py`. Without Triton, and without waiting for the device.
+`exchange_pack.py`, `exchange_push.py`, `exchange_sum.py`. Without Triton, and without waiting
+for the device.
 
 T tokens, K experts per token, P ranks; N = num_sent + rows that stay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,6 +111,24 @@ def pack_ref(
                 out, part = out.view(torch.uint8), part.contiguous().view(torch.uint8)
                 out[to] = torch.where(there[:, None], part[token.clamp(min=0)], out[to])
     message.weights[to] = weights
+
+
+def push_ref(
+    peers: Sequence[Tensor], rows: Tensor, slots: Tensor, *, own: int, capacity: int,
+    start: int = 0, row_bytes: int, tail: int | None = None,
+) -> None:  # fmt: skip
+    """See `exchange_push.push`; peers are the buffers themselves, each (bytes,) uint8."""
+    size = rows.shape[1] * rows.itemsize
+    used = (slots >= 0).any(1)
+    for other, p in enumerate(p for p in range(len(peers)) if p != own):
+        first = start + (own - (own > p)) * capacity
+        there = peers[p][first * row_bytes : (first + capacity) * row_bytes]
+        there = there.view(capacity, row_bytes)[:, :size]
+        mine = slice(other * capacity, (other + 1) * capacity)
+        goes = used[mine, None].expand(capacity, size).clone()
+        if tail is not None:
+            goes[:, tail:] = True
+        there.copy_(torch.where(goes, rows[mine].contiguous().view(torch.uint8), there))
 
 
 def sum_ref(back: Tensor, own: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

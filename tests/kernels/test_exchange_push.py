@@ -1,4 +1,4 @@
-"""Rows that go into other ranks' memory: all ranks of a group, with a buffer of this device each."""
+"""Rows that go into other ranks' memory: all ranks of a group, each with a buffer here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tmoe.kernels.exchange_push import push, push_ref
+from tmoe.kernels.exchange_push import push
+from tmoe.kernels.exchange_ref import push_ref
 
 
 @dataclass(frozen=True)

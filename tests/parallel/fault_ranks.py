@@ -183,7 +183,7 @@ REFUSED = {
     "not in the mesh": "rank 0, and the mesh has [2, 3]",
     "no mesh": "mesh must be a DeviceMesh, got str",
     "an int": "ep must be a Iterable, got int",
-    "exchange": "exchange must be None or one of all_gather, all_to_all, got 'nvlink'",
+    "exchange": "one of all_gather, all_to_all, symmetric_memory, got 'nvlink'",
     "ranks of a placement": "placement must be of 4 ranks, got 3",
     "experts of a placement": "placement must be of 6 experts, got 8",
     "a layer that isn't there": "placement must be for layers of experts, got ['layers.9']",

@@ -24,7 +24,7 @@ def test_two_ranks_write_what_one_writes(exchange):
         "tmoe on 2 ranks, cpu, gloo, float32",
         "rank 0 holds experts 0, 1, 2, 3 of each of 4 layers",
         "rank 1 holds experts 4, 5, 6, 7 of each of 4 layers",
-        f"-> {exchange}  yes  about",
+        f"-> {exchange:<16}  yes  about",
         "ok    each rank's 12 tokens are the same as on one rank",
     ):
         assert line in done.stdout, done.stdout

@@ -17,7 +17,7 @@ from tests.parallel.wire_ranks import (
     with_sums,
 )
 from tmoe.formats import SCHEMES
-from tmoe.parallel.choose import EXCHANGES, ExchangeProblem, choose
+from tmoe.parallel.choose import ExchangeProblem, choose
 
 H = 256
 BASE = Case(
@@ -48,7 +48,7 @@ def message(token_bytes: int, scale_bytes: int, top_k: int = 2) -> int:
     return -(-sum(-(-part // 32) * 32 for part in parts) // 128) * 128
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("scheme", [name for name, s in SCHEMES.items() if s.inputs])
 def test_tokens_are_quantised_before_they_are_sent(two, scheme, exchange):
     """EP12, and the same bits as quantising afterwards: every row keeps the scale it would have."""
@@ -96,7 +96,7 @@ def test_sums_in_bfloat16_are_asked_for(two):
     wide, narrow = two.run(with_sums, torch.float32), two.run(with_sums, torch.bfloat16)
     for usual, found in zip(wide, narrow, strict=True):
         assert found["chosen"] == "all_to_all" and found["sent"] > 0
-        assert "all_gather  no   its sums would be added up in 16 bits" in found["said"]
+        assert "all_gather        no   its sums would be added up in 16 bits" in found["said"]
         assert "16-bit sums" in found["said"] and "16-bit" not in usual["said"]
         assert found["off"] <= 2 * found["one"]
 
@@ -120,7 +120,7 @@ def test_the_shorter_exchange_is_chosen():
     assert few.chosen == "all_gather"
     many = choose(problem(tokens=8192, owners=64, nodes=8))
     assert many.chosen == "all_to_all"
-    assert [c.name for c in many.candidates] == ["all_to_all", "all_gather"]
+    assert [c.name for c in many.candidates][:2] == ["all_to_all", "all_gather"]
     assert "about" in str(many) and "links" in str(many)
 
 
@@ -129,5 +129,7 @@ def test_what_cannot_be_is_said():
     assert choose(alone).chosen == "all_gather"
     with pytest.raises(ValueError, match=r"experts aren't divided among ranks \(ep 1\)"):
         choose(alone, "all_to_all")
-    with pytest.raises(ValueError, match="exchange must be None or one of all_gather, all_to_all"):
+    with pytest.raises(
+        ValueError, match="exchange must be None or one of all_gather, all_to_all, sym"
+    ):
         choose(problem(), "broadcast")

@@ -10,6 +10,7 @@ Source: ``ParamWrapper`` of PEFT 0.21.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from ..checks import expect
-from ..nn.lora import LoraPair
+from ..nn.lora import ExpertsLora, LoraPair
 from ..whole_file import whole_file
 from .change import leave_codes_out_of_ddp, put
 from .find import Target, adapted, targets
@@ -41,13 +42,21 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters to `folder`, for `load` and for ``PeftModel.from_pretrained``.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters; or a part of them, of experts that several ranks
+            share: `tmoe.parallel.save_adapters` writes those.
     """
+    write(model, adapted(model, "lora.save"), folder)
+
+
+def write(
+    model: nn.Module, found: Iterable[tuple[Target, ExpertsLora]], folder: str | Path
+) -> None:
+    """Write these adapters, each whole, of modules of `model`."""
     folder = Path(folder)
     tensors: dict[str, Tensor] = {}
     parameters = set()
     ranks, alphas = set(), set()
-    for target, lora in adapted(model, "lora.save"):
+    for target, lora in found:
         names = list(lora._modules)
         parameters |= {f"{_name(target)}.{name}" for name in names}
         for name, pair in lora.named_children():
@@ -89,6 +98,7 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
             the model has adapters already.
     """
     op = "lora.load"
+    found = targets(model, op)
     config = json.loads((Path(folder) / CONFIG).read_text())
     for name, usual in USUAL.items():
         got = config.get(name, usual)
@@ -98,7 +108,7 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
         alpha = alpha * rank**0.5
     tensors = load_tensors((Path(folder) / TENSORS).read_bytes())
     made = []
-    for target in targets(model, op):
+    for target in found:
         expect(target.lora is None, op, "model", "one without adapters", f"some in {target.name}")
         read = _take(target, tensors, rank, op)
         if not read:

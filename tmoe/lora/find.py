@@ -13,6 +13,13 @@ from ..integrations.transformers.quantized import PARALLEL
 from ..nn import Experts
 from ..nn.lora import LORA, ExpertsLora
 
+# What can't be done to a part of the experts, and what can.
+WHOLE = {
+    "lora.add": "one with all experts: add adapters first, tmoe.parallel divides them too",
+    "lora.load": "one with all experts: load adapters first, tmoe.parallel divides them too",
+    "lora.save": "one with all experts: tmoe.parallel.save_adapters writes those of all ranks",
+}
+
 
 class Target(NamedTuple):
     """A module of experts.
@@ -54,10 +61,9 @@ def targets(model: nn.Module, op: str) -> list[Target]:
     ]
     if "transformers" in sys.modules:
         found += _of_transformers(model, op)
-    for target in found:
+    for target in found if op in WHOLE else ():
         divided = hasattr(target.module, "parallel") or PARALLEL in vars(target.module)
-        wanted = "one whose experts no other ranks share"
-        expect(not divided, op, "model", wanted, f"{target.name}, divided by tmoe.parallel")
+        expect(not divided, op, "model", WHOLE[op], f"{target.name}, divided by tmoe.parallel")
     wanted = "one with experts on tmoe: tmoe.MoE layers, or call tmoe.replace_moe(model) first"
     expect(bool(found), op, "model", wanted, type(model).__name__)
     return found

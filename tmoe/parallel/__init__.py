@@ -1,5 +1,6 @@
 """Layers over several devices, with `torch.distributed`: where experts are, and who sends what."""
 
+from .adapters import save_adapters
 from .balance import balance, balance_groups
 from .choose import ExchangeDecision
 from .expert_parallel import ExpertParallel, fixed_tokens
@@ -25,4 +26,5 @@ __all__ = [
     "from_pretrained",
     "parallelize",
     "rebalance",
+    "save_adapters",
 ]

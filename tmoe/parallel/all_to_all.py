@@ -81,19 +81,13 @@ class AllToAll:
             self._begin_with_gradients(self.num_sent + stay)
             return
         parts = self.parts
-        size = self.num_sent + self.gap + stay, row_bytes(parts)
-        message = torch.empty(size, dtype=torch.uint8, device=parts.x.device)
+        message = self._memory(self.num_sent + self.gap + stay, row_bytes(parts))
         pack_tokens(
             views(message, parts), parts, self.places, self.slots.first, own=self.rank,
             capacity=self.capacity, num_sent=self.num_sent, gap=self.gap,
         )  # fmt: skip
-        here = message[self.num_sent :]
-        self.pending = [self._step("tokens")]
-        autograd.exchange(
-            message[: self.num_sent], self.sent, self.received, self.layout.experts,
-            self.pending[0], here[: self.gap],
-        )  # fmt: skip
-        self.got = views(here, parts)
+        self._send(message)
+        self.got = views(message[self.num_sent :], parts)
 
     def end(self, experts: LocalExperts) -> Tensor:
         """(T, H): the sums over all experts, rounded to the dtype of x."""
@@ -112,16 +106,38 @@ class AllToAll:
             say = each_slot(rows, experts, self.sums).flatten(0, 1)
         else:
             say = experts(rows, self.sums)
-        back = self._step("sums back")
-        sent, received = ([per_row * n for n in counts] for counts in (self.sent, self.received))
         away, own = say[: per_row * self.gap], say[per_row * self.gap :]
-        returned = autograd.exchange(away, received, sent, layout.experts, back)
-        back.wait()
+        returned = self._bring_back(away, per_row)
         rounded = self.dtype if layout.width.size == 1 else wide(self.dtype)
         rows_of = self._rows_of_slots(K) if self.slot_by_slot else self.places.rows
         sums = self._add_up(returned, own, rows_of, rounded)
         sums = autograd.sum_over_all(sums, layout.width, "adding up what experts say")
         return autograd.join(sums.to(self.dtype), self.count, layout.shares)
+
+    # How bytes go, which `SymmetricMemory` does otherwise ---------------------------------------
+
+    def _memory(self, rows: int, row_bytes: int) -> Tensor:
+        """(rows, row_bytes) uint8, for the messages that go, that come, and that stay."""
+        return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self.parts.x.device)
+
+    def _send(self, message: Tensor) -> None:
+        """Begin to send its first rows; what comes stands behind them."""
+        self.pending = [self._step("tokens")]
+        autograd.exchange(
+            message[: self.num_sent], self.sent, self.received, self.layout.experts,
+            self.pending[0], message[self.num_sent : self.num_sent + self.gap],
+        )  # fmt: skip
+
+    def _bring_back(self, sums: Tensor, per_row: int) -> Tensor:
+        """What this rank says to the rows that came, `per_row` sums to each -> what others say to
+        those that it sent."""
+        back = self._step("sums back")
+        sent, received = ([per_row * n for n in counts] for counts in (self.sent, self.received))
+        returned = autograd.exchange(sums, received, sent, self.layout.experts, back)
+        back.wait()
+        return returned
+
+    # ------------------------------------------------------------------------------------------
 
     def _number_rows(self) -> None:
         """Of exact mode: each rank's rows begin where those of the one before end."""
@@ -137,7 +153,7 @@ class AllToAll:
     def _spread(self) -> float:
         """Which part of all tokens a row is, roughly: how likely one goes to a rank."""
         if self.capacity:
-            return self.capacity / max(len(self.places.rows), 1)
+            return min(1.0, self.capacity / max(len(self.places.rows), 1))
         return 1 - (1 - 1 / self.placement.num_ranks) ** self.places.slots.shape[1]
 
     def _rows_of_slots(self, K: int) -> Tensor:

@@ -15,9 +15,12 @@ from ..checks import expect
 from ..dispatch.resolve import Candidate
 from . import exchange_model
 from .communication_model import Cluster, Span, Transfer
+from .exchange_model import bytes_needed
 
 GPU = "H200"  # whose links were measured
 ROUTE = 8  # bytes of an expert's id and weight
+UNKNOWN = 1e30  # us: behind all that is known, before what can't be
+MOST_PEER_BYTES = 1 << 30  # of a GPU that others may write
 COUNTS = 8.0  # bytes that ranks tell each other before exact rows are sent
 
 
@@ -39,6 +42,8 @@ class ExchangeProblem:
     capacity: int | None = None  # rows for each rank, of the fixed all-to-all; None: all tokens
     slot_by_slot: bool = False
     codes: str = ""  # the format of tokens that are quantised before they are sent
+    gradients: bool = False
+    no_peers: str = ""  # why ranks can't write one another's memory
 
     @property
     def experts(self) -> int:
@@ -60,6 +65,7 @@ class ExchangeProblem:
         parts += [f"capacity {self.capacity}"] if self.capacity is not None else []
         parts += ["slot by slot"] if self.slot_by_slot else []
         parts += [f"{self.codes} tokens"] if self.codes else []
+        parts += ["with gradients"] if self.gradients else []
         parts += ["16-bit sums"] if self.sum_bytes < self.wide_bytes else []
         return f"exchange({', '.join(parts)})"
 
@@ -69,7 +75,7 @@ class Exchange:
     """A way to bring tokens to experts."""
 
     why_not: Callable[[ExchangeProblem], str | None]
-    cost: Callable[[ExchangeProblem, Cluster], Transfer]
+    cost: Callable[[ExchangeProblem, Cluster], Transfer | None]  # None: nobody has measured it
     what: str
 
 
@@ -86,7 +92,7 @@ class ExchangeDecision:
         for answer in self.candidates:
             mark = "->" if answer.name == self.chosen else "  "
             verdict = "yes" if answer.accepted else "no "
-            lines.append(f"{mark} {answer.name:<10}  {verdict}  {answer.reason}")
+            lines.append(f"{mark} {answer.name:<{WIDTH}}  {verdict}  {answer.reason}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -113,6 +119,17 @@ def _to_all_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
     return found + cluster.gather("all_gather", mine * p.hidden * 2, p.span(p.shares))
 
 
+def _symmetric_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer | None:
+    mine = p.tokens / p.shares
+    rows = mine * (1 - (1 - 1 / p.experts) ** p.top_k)  # for each rank; no others are sent
+    sent, back = p.row_bytes + ROUTE * p.top_k, p.hidden * p.sum_bytes * p.per_row
+    found = exchange_model.symmetric_memory(cluster, p.experts, rows, sent, back, p.hidden)
+    if found is None:
+        return None
+    found = found + cluster.all_reduce(mine * p.hidden * p.wide_bytes, p.span(p.width))
+    return found + cluster.gather("all_gather", mine * p.hidden * 2, p.span(p.shares))
+
+
 def _why_not_gather(p: ExchangeProblem) -> str | None:
     if p.sum_bytes < p.wide_bytes:
         return "its sums would be added up in 16 bits, and are wanted in float32"
@@ -123,10 +140,35 @@ def _why_not_to_all(p: ExchangeProblem) -> str | None:
     return None if p.experts > 1 else "experts aren't divided among ranks (ep 1)"
 
 
+def _why_not_symmetric(p: ExchangeProblem) -> str | None:
+    if p.no_peers:
+        return p.no_peers
+    if p.experts == 1:
+        return _why_not_to_all(p)
+    if p.nodes > 1:
+        return f"its ranks are on {p.nodes} hosts, and it writes over the NVLink of one"
+    if p.gradients:
+        return "gradients are needed, and it has none"
+    if p.wide_bytes > 4:
+        return "its sums are in float32, and these are wanted in float64"
+    rows = -(-p.tokens // p.shares)
+    rows = rows if p.capacity is None else min(rows, p.capacity)
+    row_bytes, sum_bytes = p.row_bytes + ROUTE * p.top_k, p.hidden * p.sum_bytes
+    needed = bytes_needed(p.experts, rows, row_bytes, sum_bytes, p.per_row)
+    if needed > MOST_PEER_BYTES:
+        most = f"it may have {MOST_PEER_BYTES >> 20}"
+        return f"it needs {needed >> 20} MiB of every GPU for {rows} rows from each rank; {most}"
+    return None
+
+
 EXCHANGES = {
     "all_gather": Exchange(_why_not_gather, _gather_cost, "each token to every rank"),
     "all_to_all": Exchange(_why_not_to_all, _to_all_cost, "each token to its experts' ranks"),
+    "symmetric_memory": Exchange(
+        _why_not_symmetric, _symmetric_cost, "each token into the memory of its experts' GPUs"
+    ),
 }
+WIDTH = max(map(len, EXCHANGES))
 
 
 @lru_cache(maxsize=4096)
@@ -145,6 +187,10 @@ def choose(problem: ExchangeProblem, forced: str | None = None) -> ExchangeDecis
             answers.append((float("inf"), Candidate(name, False, reason)))
             continue
         us = exchange.cost(problem, cluster)
+        if us is None:
+            said = f"{exchange.what}; never measured, so it runs where it is named"
+            answers.append((UNKNOWN, Candidate(name, True, said, None)))
+            continue
         parts = f"{us.start_us:.0f} starts, {us.us - us.start_us - us.copies_us:.0f} links"
         said = f"about {us.us:.0f} us ({parts}, {us.copies_us:.0f} copies): {exchange.what}"
         answers.append((us.us, Candidate(name, True, said, None)))

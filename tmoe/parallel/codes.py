@@ -17,6 +17,7 @@ from torch import Tensor
 from ..formats import SCHEMES, QuantizedTensor
 from ..formats.recipe import Recipe
 from ..nn import Experts
+from ..nn.lora import LORA
 from ..ops import quantize
 
 
@@ -49,10 +50,16 @@ class Codes:
 
 def codes_of(experts: Experts) -> Codes | None:
     """How tokens are quantised before they are sent to these experts; None: they aren't."""
-    scheme = SCHEMES.get(experts.scheme or "")
-    if scheme is None or scheme.inputs is None or experts.weight_on_input:
+    if hasattr(experts, LORA):  # adapters multiply what isn't rounded yet
         return None
-    scale = experts.input_scale
+    return codes_for(experts.scheme, experts.input_scale, experts.weight_on_input)
+
+
+def codes_for(name: str | None, scale: Tensor | None, weight_on_input: bool) -> Codes | None:
+    """`codes_of` experts of a scheme, with a static scale of their inputs or none."""
+    scheme = SCHEMES.get(name or "")
+    if scheme is None or scheme.inputs is None or weight_on_input:
+        return None
     if (scale is None) == scheme.takes_scales or (scale is not None and scale.numel() > 1):
         return None
     return Codes(scheme.inputs, None if scale is None else scale.reshape(()))

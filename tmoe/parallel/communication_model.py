@@ -142,6 +142,11 @@ class Cluster:
         least = self.known["network"]["start_us"] if span.nodes > 1 else 0.0
         return self._faster("all_to_all", near_bytes, network, 0.0, least)
 
+    def written_us(self, size: float) -> float:
+        """Bytes that a GPU writes into others' memory over NVLink, at what NCCL reaches."""
+        reach: float = self.known["nvlink"]["all_to_all"]["many"]["reach"]
+        return size / (1e3 * self.gpu.nvlink_gbs * reach)
+
     def copies_us(self, exchange: str, rows: float, hidden: int) -> float:
         """What tmoe's exchange takes beside what is sent, for `rows` that come to a rank."""
         own = self.known["tmoe"][exchange]

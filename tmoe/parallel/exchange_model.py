@@ -28,3 +28,25 @@ def all_to_all(
         cluster.all_to_all(near * sent, far * sent, span)
         + cluster.all_to_all(near * back, far * back, span)
     ).with_copies(cluster.copies_us("all_to_all", rows * span.ranks, hidden))
+
+
+def symmetric_memory(
+    cluster: Cluster, ranks: int, rows: float, sent: float, back: float, hidden: int
+) -> Transfer | None:
+    """`rows` from each rank to each, written over NVLink at once; None as long as nobody has
+    measured it."""
+    if "symmetric_memory" not in cluster.known["tmoe"]:
+        return None
+    others = rows * (ranks - 1)
+    us = cluster.written_us(others * (sent + back))
+    copies = cluster.copies_us("symmetric_memory", rows * ranks, hidden)
+    return Transfer(us, 0.0, us, 0.0).with_copies(copies)
+
+
+def bytes_needed(
+    ranks: int, rows: int, row_bytes: int, sum_bytes: int, per_row: int
+) -> int:  # fmt: skip
+    """What `symmetric_memory` wants of a GPU: messages that go, come and stay, and sums that come
+    back, `rows` for each rank."""
+    others = (ranks - 1) * rows
+    return (2 * others + rows) * row_bytes + others * per_row * sum_bytes

@@ -1,8 +1,9 @@
-"""What all-to-all does beside sending: Triton's kernels on a GPU, their references in PyTorch
-elsewhere, and for float64. Both give the same bits."""
+"""What all-to-all does beside sending, and how rows go into others' memory: Triton's kernels on a
+GPU, their references in PyTorch elsewhere, and for float64. Both give the same bits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ def _kernels() -> SimpleNamespace | None:
         return None
     from tmoe.kernels.exchange_pack import pack
     from tmoe.kernels.exchange_place import place
+    from tmoe.kernels.exchange_push import push
     from tmoe.kernels.exchange_sum import sum_rows
 
-    return SimpleNamespace(pack=pack, place=place, sum_rows=sum_rows)
+    return SimpleNamespace(pack=pack, place=place, push=push, sum_rows=sum_rows)
 
 
 def place_tokens(
@@ -57,6 +59,17 @@ def pack_tokens(
         kernels.pack(message, tokens, places, first, own=own, capacity=capacity, **where)
     else:
         ref.pack_ref(message, tokens, places, first, **where)
+
+
+def push_rows(
+    peers: Sequence[Tensor], addresses: Tensor, rows: Tensor, slots: Tensor, **where: Any
+) -> None:
+    """See `tmoe.kernels.exchange_push.push`; peers: the buffers at `addresses`."""
+    kernels = _kernels() if rows.is_cuda else None
+    if kernels is not None:
+        kernels.push(addresses, rows, slots, **where)
+    else:
+        ref.push_ref(peers, rows, slots, **where)
 
 
 def add_up(back: Tensor, own: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..checks import expect
 from ..integrations.transformers.quantized import PARALLEL, is_transposed, scheme_of
 from ..nn import Experts
-from ..nn.lora import LORA
+from ..nn.lora import LORA, LoraPair
 from .shard import down_columns, first_rows, take_experts, whole
 
 OP = "parallelize"
@@ -54,9 +54,20 @@ class ExpertsLayer:
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the parameters with experts in them."""
+        """The names of the parameters with experts in them, but for adapters."""
         biases = [f"{self.first}_bias", f"{self.down}_bias"] if self.biases else []
         return [self.first, self.down, *biases]
+
+    @property
+    def pairs(self) -> dict[str, LoraPair]:
+        """The adapters of `tmoe.lora`, by the names of the projections."""
+        lora = getattr(self.module, LORA, None)
+        return {} if lora is None else dict(lora.named_children())
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of their parameters."""
+        return [f"{LORA}.{name}.lora_{part}" for name in self.pairs for part in "AB"]
 
     def usual(self, name: str) -> Tensor:
         """A parameter in the usual order, (E, N, K) or (E, N); a view, without a gradient."""
@@ -85,6 +96,7 @@ class ExpertsLayer:
             "dtype": str(self.down_proj.dtype).removeprefix("torch."),
             "activation": self.activation,
             "bias": self.biases,
+            "adapters": {name: [pair.rank, pair.alpha] for name, pair in self.pairs.items()},
         }  # fmt: skip
 
     def share(self, held: tuple[int, ...], part: tuple[int, int]) -> Share:
@@ -94,12 +106,13 @@ class ExpertsLayer:
 
     def keep(self, share: Share) -> None:
         """Let go of all but a share; in place. What is all of it stays where it is."""
-        for name in self.tensors:
-            weight = getattr(self.module, name)
+        for name in (*self.tensors, *self.adapters):
+            weight = self.module.get_parameter(name)
             mine = share.of_all(name, weight.detach())
             if mine.shape != weight.shape or share.held != tuple(range(len(mine))):
                 parameter = nn.Parameter(whole(mine), requires_grad=weight.requires_grad)
-                setattr(self.module, name, parameter)
+                owner, _, last = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), last, parameter)
         for name, scale in self.static_scales.items():
             if scale.numel() > 1:
                 setattr(self.scales, name, whole(take_experts(scale, share.held)))
@@ -131,7 +144,7 @@ class Share:
         """A parameter as the layer stores it, of all experts -> what is the share's; perhaps a view
         of it."""
         weight = take_experts(weight, self.held)
-        if self.layer.transposed and weight.ndim == 3:
+        if self.layer.transposed and name in (self.layer.first, self.layer.down):
             return self.cut(name, weight.transpose(1, 2)).transpose(1, 2)
         return self.cut(name, weight)
 
@@ -143,10 +156,12 @@ class Share:
     def cut(self, name: str, weight: Tensor) -> Tensor:
         """A parameter (E, N, K), or (E, N) of a bias, of any experts -> the part of its width."""
         layer = self.layer
-        if name.startswith(layer.first):
+        first, down = layer.first, layer.down
+        if name in (first, f"{first}_bias", f"{LORA}.{first}.lora_B"):
             gated, interleaved = layer.gated, layer.interleaved
             return first_rows(weight, self.part, self.width, gated=gated, interleaved=interleaved)
-        return down_columns(weight, self.part) if name == layer.down else weight
+        columns = name in (down, f"{LORA}.{down}.lora_A")
+        return down_columns(weight, self.part) if columns else weight
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
@@ -172,8 +187,6 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertsLayer]:
     wanted = "one with a tmoe.MoE or tmoe.Experts in it, or on which tmoe.replace_moe was called"
     expect(bool(found), OP, "model", wanted, type(model).__name__)
     for name, layer in found.items():
-        wanted = "without adapters: merge and remove them first"
-        expect(not hasattr(layer.module, LORA), OP, name or "experts", wanted, "some")
         for tensor in layer.tensors:
             weight = getattr(layer.module, tensor)
             here = f"{name}.{tensor}".strip(".")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,19 +13,22 @@ from torch import Tensor
 
 from ..checks import expect, expect_type
 from ..dispatch.problem import token_bucket
+from ..low_rank import LowRank
 from ..options import current
 from ..version import __version__
-from . import groups
+from .agreement import Agreement, Call
 from .all_gather import AllGather
 from .all_to_all import AllToAll
-from .autograd import first_only, wide
+from .autograd import copy_to_all, first_only, wide
+from .beside import Beside
 from .choose import ExchangeDecision, ExchangeProblem, choose
-from .codes import Codes, needs_gradients
+from .codes import Codes, codes_for, needs_gradients
 from .copies import sum_gradients
-from .faults import RankMismatchError, agree
 from .layout import Layout
 from .local import LocalExperts
+from .peers import peers_of
 from .placement import Placement
+from .symmetric_memory import SymmetricMemory, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ExpertParallel:
         exchange: the name of the exchange to use; None: the one that should be fastest.
         sums: in which dtype the partial sums of an all-to-all come back; None: float32. They are
             added up in float32 in any case.
+        overlap: whether a shared expert has a stream of its own on a GPU; True.
         words: what else all ranks have to agree on: name, sizes, scheme of the layer.
     """
 
@@ -85,9 +87,10 @@ class ExpertParallel:
             "exchange": exchange or "chosen", "sums": str(sums or "float32"),
             "tmoe": __version__, "torch": torch.__version__,
         }  # fmt: skip
+        self.overlap = True
         self.captured = False  # whether a CUDA graph has this placement in it
-        self._agreed: set[tuple[Any, ...]] = set()
-        self._hashes: dict[tuple[Any, ...], int] = {}
+        self._agreement = Agreement(layout, self.words)
+        self._peers = peers_of(layout.experts, layout.everyone)
         self._dropped: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
@@ -96,9 +99,7 @@ class ExpertParallel:
     def set_placement(self, placement: Placement) -> None:
         """After the weights were moved, on all ranks."""
         self.placement, self.captured = placement, False
-        self.words["placement"] = placement.fingerprint
-        self._agreed.clear()
-        self._hashes.clear()
+        self._agreement.change(placement=placement.fingerprint)
 
     def run(
         self,
@@ -108,47 +109,77 @@ class ExpertParallel:
         experts: LocalExperts,
         beside: Callable[[], Tensor] | None = None,
         codes: Codes | None = None,
+        *,
+        trained: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """x (T, H), weights and ids (T, K), this rank's tokens -> (T, H) in float32, or rounded to
         the dtype of x already, and what `beside` returned: it is called while tokens are under way.
-        `codes`: how x is to be quantised, if it is sent."""
+        `codes`: how x is to be quantised, if it is sent. `trained`: whether what `experts` return
+        may need gradients."""
         weights = topk_weights.to(wide(x.dtype))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.captured = True
         fixed, slot_by_slot = _fixed.get(), current().deterministic
-        call = self._words_of(x, weights, topk_ids, fixed)
+        sent = needs_gradients(x, weights)
+        gradients = sent or (trained and torch.is_grad_enabled())
+        call = self._words_of(x, topk_ids, fixed, gradients)
         if fixed is not None or self._asks_nothing(x):
-            self._agree_once(call)
+            self._agreement.on_fixed(call)
             most = x.shape[0]
         else:
-            most = self._ask(x, call)
-        if needs_gradients(x, weights):
+            most = self._agreement.on_tokens(x, call)
+        if sent:
             codes = None
-        problem = self.problem(x, topk_ids.shape[1], most, codes)
+        problem = self.problem(x, topk_ids.shape[1], most, codes, gradients)
         chosen = choose(problem, self.exchange).chosen
-        if codes is not None and (chosen == "all_to_all" or self.layout.owners.size > 1):
-            x = codes.of(x)
+        aside = Beside(beside, x, own_stream=self.overlap and not gradients)
+        inputs: tuple[Tensor, Tensor, Tensor] = (x, weights, topk_ids)
+        if codes is not None and (chosen != "all_gather" or self.layout.owners.size > 1):
+            inputs = (codes.of(x), weights, topk_ids)
         exchange: AllGather | AllToAll
         if chosen == "all_gather":
             exchange = AllGather(self.layout, self.placement, most, slot_by_slot=slot_by_slot)
-            exchange.begin(x, weights, topk_ids)
+            exchange.begin(*inputs)
         else:
-            exchange = AllToAll(
-                self.layout, self.placement, slot_by_slot=slot_by_slot, sums=self._sums(x)
-            )
-            inputs = (x, weights, topk_ids)
-            if fixed is None:
+            how: dict[str, Any] = {"slot_by_slot": slot_by_slot, "sums": self._sums(x)}
+            if chosen == "all_to_all":
+                exchange = AllToAll(self.layout, self.placement, **how)
+            elif self._is_verified(problem, inputs, most, how):
+                exchange = SymmetricMemory(self.layout, self.placement, self._peers, **how)
+            else:  # it is out of the choice from now on
+                return self.run(
+                    x, topk_weights, topk_ids, experts, beside, codes, trained=trained
+                )  # fmt: skip
+            if chosen == "all_to_all" and fixed is None:
                 counts = exchange.place(*inputs, 0, None)
-                exchange.begin(*self._ask_counts(counts))
+                exchange.begin(*self._agreement.on_rows(counts))
             else:
-                self._begin_fixed(exchange, inputs, fixed.capacity, most)
-        other = beside() if beside else None
-        return exchange.end(experts), other
+                room = self._room(most)
+                exchange.place(*inputs, room, self._counter(room, most, x.device))
+                exchange.begin([room] * self.layout.experts.size, [room] * self.layout.experts.size)
+        aside.start()
+        y = exchange.end(experts)
+        return y, aside.result()
+
+    def codes(self, scheme: str | None, scale: Tensor | None, weight_on_input: bool) -> Any:
+        """How tokens for experts of that scheme, with that input scale, are quantised before they
+        are sent; None: they aren't."""
+        return codes_for(scheme, scale, weight_on_input)
 
     def weight(self, weight: Tensor) -> Tensor:
         """A parameter of this rank, to be computed with; its gradient is right where experts have
         copies on other ranks."""
         return sum_gradients(weight, self.placement, self.layout.experts)
+
+    def adapter(self, lora: LowRank | None, *, first: bool) -> LowRank | None:
+        """That of a projection, likewise: of its two factors the width divides one, and ranks that
+        divide the width have the other in common."""
+        if lora is None:
+            return None
+        a, b, width = self.weight(lora.a), self.weight(lora.b), self.layout.width
+        if first:
+            return LowRank(copy_to_all(a, width), b, lora.scaling)
+        return LowRank(a, copy_to_all(b, width), lora.scaling)
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
         """That of the first projection, likewise."""
@@ -163,7 +194,7 @@ class ExpertParallel:
         return wide(x.dtype) if self.sums is None else torch.promote_types(x.dtype, self.sums)
 
     def problem(
-        self, x: Tensor, top_k: int, most_tokens: int, codes: Codes | None
+        self, x: Tensor, top_k: int, most_tokens: int, codes: Codes | None, gradients: bool
     ) -> ExchangeProblem:
         layout, fixed, H = self.layout, _fixed.get(), x.shape[1]
         return ExchangeProblem(
@@ -181,16 +212,18 @@ class ExpertParallel:
             fixed.capacity if fixed else None,
             current().deterministic,
             "" if codes is None else codes.recipe.format.name,
+            gradients,
+            self._peers.reason,
         )
 
     def explain(
         self, num_tokens: int, hidden_size: int, top_k: int, dtype: torch.dtype,
-        codes: Codes | None = None,
+        codes: Codes | None = None, gradients: bool = False,
     ) -> ExchangeDecision:  # fmt: skip
         """Which exchange would run where the fullest rank has `num_tokens`, and why;
         `tmoe.explain(layer, num_tokens)` says it beside what the experts run on."""
         x = torch.empty(0, hidden_size, dtype=dtype, device="meta")
-        return choose(self.problem(x, top_k, num_tokens, codes), self.exchange)
+        return choose(self.problem(x, top_k, num_tokens, codes, gradients), self.exchange)
 
     def num_dropped(self) -> int:
         """How many rows didn't fit into the capacity since the last `reset_dropped`, on this rank.
@@ -211,18 +244,41 @@ class ExpertParallel:
         if self._dropped is not None:
             self._dropped.zero_()
 
-    # What ranks tell each other before tokens are sent ----------------------------------------
+    def _room(self, most: int) -> int:
+        """Rows for each rank: the fullest share's, or the capacity."""
+        everything, fixed = -(-most // self.layout.shares.size), _fixed.get()
+        if fixed is None or fixed.capacity is None:
+            return everything
+        return min(fixed.capacity, everything)
 
-    def _words_of(
-        self, x: Tensor, weights: Tensor, ids: Tensor, fixed: Fixed | None
-    ) -> tuple[Any, ...]:
-        """What all ranks have to have in common in a call, beside the layer; hashable."""
+    def _counter(self, room: int, most: int, device: torch.device) -> Tensor | None:
+        """Where rows that find no room are counted; None: all find some."""
+        if room * self.layout.shares.size >= most:
+            return None
+        if self._dropped is None:
+            self._dropped = torch.zeros(1, dtype=torch.int64, device=device)
+        return self._dropped
+
+    def _is_verified(
+        self, problem: ExchangeProblem, inputs: tuple[Tensor, Tensor, Tensor], most: int,
+        how: dict[str, Any],
+    ) -> bool:  # fmt: skip
+        """Whether peers' memory may be used, which the first call of a kind finds out."""
+        peers = self._peers
+        if current().verify and problem not in peers.verified:
+            verify(self.layout, self.placement, peers, inputs, self._room(most), **how)
+            peers.verified.add(problem)
+        return not peers.reason
+
+    def _words_of(self, x: Tensor, ids: Tensor, fixed: Fixed | None, gradients: bool) -> Call:
+        """What all ranks have to have in common in a call, beside the layer."""
         return (
             ("hidden", x.shape[1]),
             ("dtype of x", str(x.dtype).removeprefix("torch.")),
             ("top_k", ids.shape[1]),
-            ("gradients", needs_gradients(x, weights)),
+            ("gradients", gradients),
             ("deterministic", current().deterministic),
+            ("verify", current().verify),
             ("fixed", fixed is not None),
             ("capacity", fixed.capacity if fixed else None),
             ("tokens", x.shape[0] if fixed is not None or self._asks_nothing(x) else "any"),
@@ -232,73 +288,3 @@ class ExpertParallel:
         """Whether a call sends its tokens unasked: where all ranks have the same ones, on a GPU.
         To ask would make the host wait."""
         return x.is_cuda and self.layout.owners.size == 1
-
-    def _agree_once(self, call: tuple[Any, ...]) -> None:
-        everyone = self.layout.everyone
-        if everyone.handle is None or call in self._agreed:
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "tmoe.parallel: run the layer once before it is captured, with as many tokens: "
-                "ranks agree on what they are about to do in the first call"
-            )
-        self._compare(call, "agree")
-        self._agreed.add(call)
-
-    def _compare(self, call: tuple[Any, ...], why: str) -> None:
-        everyone = self.layout.everyone
-        number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
-        mine = self.words | dict(call)
-        what = f"experts of {self.words.get('layer', 'a layer')}"
-        agree(everyone.handle, everyone.ranks, everyone.rank, f"{why}/{number}", what, mine)
-
-    def _ask(self, x: Tensor, call: tuple[Any, ...]) -> int:
-        """The most tokens that a rank has. All ranks tell what they are about to do, and theirs."""
-        everyone = self.layout.everyone
-        if everyone.handle is None:
-            return x.shape[0]
-        mine = torch.tensor([[self._hash(call), x.shape[0]]], device=x.device)
-        said = groups.all_gather(mine, everyone, "asking for the number of tokens").tolist()
-        if any(code != said[0][0] for code, _ in said):
-            self._compare(call, "mismatch")
-        tokens: dict[int, int] = {}
-        for rank, owner, (_, count) in zip(everyone.ranks, self.layout.owner_of, said, strict=True):
-            if tokens.setdefault(owner, count) != count:
-                raise RankMismatchError(
-                    f"tmoe.parallel: ranks with the same tokens have to bring as many: rank {rank} "
-                    f"has {count}, another {tokens[owner]}, in {self.words.get('layer', 'a layer')}"
-                )
-        return max(tokens.values())
-
-    def _hash(self, call: tuple[Any, ...]) -> int:
-        if call not in self._hashes:
-            text = json.dumps([self.words, call], sort_keys=True).encode()
-            self._hashes[call] = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-        return self._hashes[call]
-
-    def _ask_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, and come from each."""
-        experts = self.layout.experts
-        ones = [1] * experts.size
-        step = "asking for the number of rows"
-        come = groups.all_to_all(counts, ones, ones, experts, step)
-        sent, received = torch.stack([counts, come]).tolist()
-        return sent, received
-
-    def _begin_fixed(
-        self, exchange: AllToAll, inputs: tuple[Tensor, Tensor, Tensor], capacity: int | None,
-        tokens: int,
-    ) -> None:  # fmt: skip
-        everything = -(-tokens // self.layout.shares.size)  # the fullest share
-        room = everything if capacity is None else min(capacity, everything)
-        dropped = None
-        if room < everything:
-            if self._dropped is None:
-                self._dropped = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
-            dropped = self._dropped
-        exchange.place(*inputs, room, dropped)
-        counts = [room] * self.layout.experts.size
-        exchange.begin(counts, counts)
-
-
-_numbers: dict[Any, int] = {}  # how often a group's ranks have compared what they are about to do

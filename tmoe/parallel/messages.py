@@ -71,6 +71,11 @@ def row_bytes(parts: Parts) -> int:
     return -(-sum(_spaces(parts)) // ROW) * ROW
 
 
+def routes_at(parts: Parts) -> int:
+    """The byte of a message at which slots begin, and what comes after them."""
+    return sum(_spaces(parts)[:2])
+
+
 def views(message: Tensor, like: Parts) -> Parts:
     """message (N, bytes) uint8 -> its parts; `like` has their widths and dtypes."""
     found: list[Any] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..formats import QuantizedTensor
 from ..nn import Experts, MoE, SharedExpert
+from ..nn.lora import read_adapted
 from ..ops import fused_experts
 from . import autograd
 from .choose import ExchangeDecision
@@ -38,23 +39,31 @@ class ParallelExperts(Experts):
     ) -> tuple[Tensor, Tensor | None]:
         """`forward`, and what `beside()` returned, which is called while tokens are under way."""
         y, other = self.parallel.run(
-            x, topk_weights, topk_ids, self.local_experts, beside, codes_of(self)
-        )
+            x, topk_weights, topk_ids, self.local_experts, beside, codes_of(self),
+            trained=self._trained,
+        )  # fmt: skip
         return y.to(x.dtype), other
 
     def explain_exchange(self, num_tokens: int, top_k: int) -> ExchangeDecision:
         """See `ExpertParallel.explain`."""
         codes, dtype = codes_of(self), self.down_proj.dtype
-        return self.parallel.explain(num_tokens, self.hidden_size, top_k, dtype, codes)
+        gradients = self._trained and torch.is_grad_enabled()
+        return self.parallel.explain(num_tokens, self.hidden_size, top_k, dtype, codes, gradients)
+
+    @property
+    def _trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def local_experts(self, rows: Rows, out_dtype: torch.dtype) -> Tensor:
         """What this rank's experts say to rows: (R, H) in `out_dtype`."""
         parallel, first = self.parallel, self._first
         coded = isinstance(rows.x, QuantizedTensor)
+        gate_up, gate_up_lora = read_adapted(self, first)
+        down, down_lora = read_adapted(self, "down_proj")
         return fused_experts(
             rows.x,
-            parallel.weight(getattr(self, first)),
-            parallel.weight(self.down_proj),
+            parallel.weight(gate_up),
+            parallel.weight(down),
             rows.weights,
             rows.slots,
             activation=self.activation,
@@ -67,6 +76,8 @@ class ParallelExperts(Experts):
             num_experts=rows.num_slots,
             input_scale=None if coded else self.input_scale,
             hidden_scale=self.hidden_scale,
+            gate_up_lora=parallel.adapter(gate_up_lora, first=True),
+            down_lora=parallel.adapter(down_lora, first=False),
             out_dtype=out_dtype,
         )
 

@@ -83,7 +83,8 @@ def _rebalance(
 
 def slots_of_layer(layer: ExpertsLayer) -> dict[str, Tensor]:
     """What belongs to single experts, one for each slot of this rank."""
-    weights = {name: getattr(layer.module, name).detach() for name in layer.tensors}
+    names = (*layer.tensors, *layer.adapters)
+    weights = {name: layer.module.get_parameter(name).detach() for name in names}
     scales = {name: scale for name, scale in layer.static_scales.items() if scale.numel() > 1}
     return weights | scales
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.checks import expect
+from tmoe.activation import Activation
+from tmoe.formats import QuantizedTensor
 from tmoe.low_rank import LowRank
 from tmoe.nn.lora import read_adapted
 from tmoe.ops import fused_experts, grouped_gemm
@@ -64,7 +65,24 @@ def run_experts(
             first_expert=here.first, num_experts=here.num_slots, out_dtype=out_dtype,
         )  # fmt: skip
 
-    return parallel.run(rows, topk_weights, topk_ids, local_experts)[0].to(x.dtype)
+    scheme, codes = scheme_of(experts), None
+    adapted = weights.gate_up_lora is not None or weights.down_lora is not None
+    if not adapted and _fused_activation(experts) is not None:
+        codes = parallel.codes(scheme.name, scheme.of_layer().get("input_scale"), weight_on_input)
+    trained = any(parameter.requires_grad for parameter in experts.parameters())
+    y, _ = parallel.run(
+        rows, topk_weights, topk_ids, local_experts, codes=codes, trained=trained
+    )  # fmt: skip
+    return y.to(x.dtype)
+
+
+def _fused_activation(experts: ExpertsModule) -> Activation | None:
+    """The activation, where `tmoe.fused_experts` does all of it; else None. What a module lacks is
+    looked up in its dictionary: nn.Module's own search takes longer."""
+    own = experts.__dict__
+    if own.get("has_post_expert_norm", False) or own.get(RECORDER) is not None:
+        return None
+    return activation_of(experts)
 
 
 class _Weights(NamedTuple):
@@ -92,15 +110,13 @@ class _Weights(NamedTuple):
 
     def divided(self, parallel: Any) -> _Weights:
         """Those of a rank, so that gradients and sums over ranks come out right."""
-        adapted = self.gate_up_lora is not None or self.down_lora is not None
-        expect(
-            not adapted, "experts", "adapters", "none on experts that several ranks share", "some"
-        )
         return self._replace(
             gate_up_proj=parallel.weight(self.gate_up_proj),
             down_proj=parallel.weight(self.down_proj),
             gate_up_bias=parallel.bias(self.gate_up_bias),
             down_bias=parallel.bias_once(self.down_bias),
+            gate_up_lora=parallel.adapter(self.gate_up_lora, first=True),
+            down_lora=parallel.adapter(self.down_lora, first=False),
         )
 
 
@@ -119,11 +135,10 @@ def _run(
     """x (T, H) in the weights' dtype -> (T, H) in `out_dtype`. Of ids outside the window that
     begins with `first_expert` nothing is computed."""
     scheme = scheme_of(experts)
-    # What a module lacks is looked up in its dictionary: nn.Module's own search takes longer.
-    has_norm = experts.__dict__.get("has_post_expert_norm", False)
-    norm = experts.post_expert_norm if has_norm else None
-    activation, recorder = activation_of(experts), experts.__dict__.get(RECORDER)
-    if activation is not None and norm is None and recorder is None:
+    activation, scales = _fused_activation(experts), scheme.of_layer()
+    if activation is not None:
+        if isinstance(x, QuantizedTensor):
+            scales["input_scale"] = None  # it came as codes
         return fused_experts(
             x,
             weights.gate_up_proj,
@@ -140,8 +155,11 @@ def _run(
             first_expert=first_expert,
             num_experts=num_experts,
             out_dtype=out_dtype,
-            **scheme.of_layer(),
+            **scales,
         )
+    has_norm = experts.__dict__.get("has_post_expert_norm", False)
+    norm = experts.post_expert_norm if has_norm else None
+    recorder = experts.__dict__.get(RECORDER)
 
     def expert(rows: Tensor, expert_offsets: Tensor) -> Tensor:
         if recorder is not None:

@@ -1,0 +1,151 @@
+"""Adapters on experts that ranks share; each function runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import tmoe
+from tests.checking import assert_matches
+from tests.parallel import model_ranks
+from tests.parallel.cases import Case, make_whole, spread
+from tests.parallel.wire_ranks import Sent
+from tmoe.parallel import Placement, parallelize, rebalance, save_adapters
+from tmoe.parallel.expert_layers import ExpertsLayer, Share, divided_layers
+from tmoe.parallel.shard import width_parts
+
+
+def adapted(case: Case) -> tmoe.MoE:
+    """Frozen, with adapters that change something."""
+    layer = make_whole(case).requires_grad_(False)
+    tmoe.lora.add(layer, rank=4, alpha=6)
+    torch.manual_seed(4)
+    for name, parameter in layer.named_parameters():
+        if "lora" in name:
+            parameter.data = torch.randn(parameter.shape) / 4
+    return layer
+
+
+def grads_of_one(whole: tmoe.MoE, tokens: list[torch.Tensor]) -> None:
+    for x in tokens:
+        whole(x).float().square().sum().backward()
+
+
+def trained(rank: int, case: Case, folder: str) -> None:
+    """Output and gradients of each rank's adapters, and what is saved of all of them."""
+    whole = adapted(case)
+    layer = spread(case, copy.deepcopy(whole))
+    torch.manual_seed(2)
+    tokens = [torch.randn(n, case.hidden) for n in case.tokens]
+    x = tokens[layer.experts.parallel.layout.owners.rank]
+    with tmoe.options(backend=case.backend):
+        y = layer(x)
+        if case.scheme is None:
+            true = copy.deepcopy(whole).double()
+            assert_matches(y.detach(), true(x.double()).detach(), whole(x).detach())
+            grads_of_one(true, [t.double() for t in tokens])
+        else:  # of fp8_channel a part of a row may have another scale
+            torch.testing.assert_close(y, whole(x), rtol=2e-2, atol=2e-2)
+            true = None
+        y.square().sum().backward()
+        grads_of_one(whole, tokens)
+    share = Share(layer_of(layer), case.experts, held(layer), part(layer), case.intermediate)
+    for name in share.layer.adapters:
+        mine = layer.experts.get_parameter(name)
+        assert mine.grad is not None and mine.grad.abs().sum() > 0
+        if true is None:
+            continue
+        both = (one.experts.get_parameter(name).grad for one in (true, whole))
+        wanted, usual = (share.of_all(name, grad) for grad in both)
+        assert_matches(mine.grad, wanted, usual)
+    for model in (whole, layer):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.mul_(3)
+    save_adapters(layer, Path(folder) / "divided")
+    if rank == 0:
+        tmoe.lora.save(whole, Path(folder) / "whole")
+
+
+def layer_of(model: nn.Module) -> ExpertsLayer:
+    ((found, _),) = divided_layers(model).values()
+    return found
+
+
+def held(layer: tmoe.MoE) -> tuple[int, ...]:
+    parallel = layer.experts.parallel
+    return parallel.placement.ranks[parallel.layout.experts.rank]
+
+
+def part(layer: tmoe.MoE) -> tuple[int, int]:
+    width = layer.experts.parallel.layout.width
+    down = torch.empty(1, 1, layer.experts.intermediate_size)
+    return width_parts(down, width.size, gated_apart=False)[width.rank]
+
+
+@torch.no_grad()
+def moved(rank: int) -> None:
+    """Adapters go with their experts."""
+    case = Case("", (2,), ("x",), (4, 3), ep="x", dp="x", grads=False)
+    whole = adapted(case)
+    layer = spread(case, copy.deepcopy(whole)).eval()
+    x = torch.randn(4 - rank, case.hidden)
+    moves = rebalance(layer, Placement(6, ((5, 1, 3), (0, 2, 4))))
+    assert moves["experts"].sent == 4
+    torch.testing.assert_close(layer(x), whole(x))
+    tmoe.lora.merge(layer)
+    torch.testing.assert_close(layer(x), whole(x))
+
+
+def refused(rank: int) -> list[str]:
+    case = Case("", (2,), ("x",), (4, 3), ep="x", dp="x")
+    said = []
+    layer = spread(case, make_whole(case))
+    calls = [
+        lambda: tmoe.lora.add(layer),
+        lambda: tmoe.lora.load(spread(case, adapted(case)), "nowhere"),
+        lambda: tmoe.lora.save(spread(case, adapted(case)), "nowhere"),
+        lambda: save_adapters(layer, "nowhere"),
+        lambda: save_adapters(make_whole(case), "nowhere"),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, FileNotFoundError) as error:
+            said.append(str(error))
+    return said
+
+
+@torch.no_grad()
+def of_a_model(rank: int, name: str) -> None:
+    """transformers' experts: the same logits, from a part of the adapters."""
+    model = model_ranks.build(name)
+    tmoe.replace_moe(model)
+    tmoe.lora.add(model.requires_grad_(False), rank=2)
+    torch.manual_seed(4)
+    for parameter in (p for n, p in model.named_parameters() if "lora" in n):
+        parameter.copy_(torch.randn(parameter.shape) / 4)
+    plain = model_ranks.said(model, model_ranks.prompt())[1]
+    parallelize(model, model_ranks.world(), ep="x")
+    torch.testing.assert_close(model_ranks.said(model, model_ranks.prompt())[1], plain)
+
+
+@torch.no_grad()
+def coded_model(rank: int) -> tuple[int, int]:
+    """Bytes of tokens that a quantised model of transformers sends, and a plain one."""
+    found = []
+    for scheme in ("fp8_channel", None):
+        model = model_ranks.build("qwen3_moe")
+        tmoe.replace_moe(model, scheme, progress=False)
+        ids = model_ranks.prompt(5 + rank, 6)
+        before = model(ids).logits
+        parallelize(model, model_ranks.world(), ep="x", dp="x", exchange="all_gather")
+        with Sent() as sent:
+            after = model(ids).logits
+        torch.testing.assert_close(after, before)
+        found.append(sent.gathered)
+    return found[0], found[1]

@@ -1,0 +1,159 @@
+"""Rows that ranks write into one another's memory: here files that both map, on GPUs NVLink."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel import symmetric_ranks
+from tests.parallel.cases import Case
+from tests.parallel.ranks import ranks
+from tests.parallel.test_wire import problem
+from tmoe.parallel.choose import choose
+from tmoe.parallel.peers import unlinked
+
+DPEP = {"mesh": (2,), "dims": ("x",), "ep": "x", "dp": "x"}
+CASES = [
+    Case("uneven tokens", **DPEP, tokens=(7, 3)),
+    Case("a rank without tokens", **DPEP, tokens=(0, 4)),
+    Case("no tokens at all", **DPEP, tokens=(0, 0)),
+    Case("K above experts per rank", **DPEP, tokens=(4, 3), top_k=5, layer={"bias": True}),
+    Case("one expert takes all EP14", **DPEP, tokens=(9, 4), all_to=5),
+    Case("same tokens", mesh=(2,), dims=("x",), ep="x", tokens=(5,)),
+    Case("copies", **DPEP, tokens=(6, 3), placement=((5, 0, 3, 1), (1, 2, 4, 5))),
+    Case("odd hidden size, bf16", **DPEP, tokens=(4, 3), hidden=13, dtype=torch.bfloat16),
+    Case("shared expert", **DPEP, tokens=(5, 2), layer={"shared_intermediate_size": 10}),
+]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def four():
+    with ranks(4) as started:
+        yield started
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.why)
+def test_two_ranks(two, case):
+    two.run(symmetric_ranks.compared, replace(case, grads=False))
+
+
+FOUR = [
+    Case("own tokens", (4,), ("x",), (5, 0, 2, 9), ep="x", dp="x", top_k=3),
+    Case("shares of the same tokens", (2, 2), ("a", "b"), (5, 2), ep=("a", "b"), dp="a"),
+    Case("tp", (2, 2), ("a", "b"), (5, 2), tp="b", ep="a", dp="a", layer={"bias": True}),
+    Case("deterministic", (4,), ("x",), (5, 0, 2, 9), ep="x", dp="x", deterministic=True, top_k=4),
+]
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda c: c.why)
+def test_four_ranks(four, case):
+    for found in four.run(symmetric_ranks.compared, replace(case, grads=False)):
+        assert found["same_bits"] or not case.deterministic
+
+
+SAME = [
+    Case("fixed", **DPEP, tokens=(6, 6), fixed=True),
+    Case("room for some", **DPEP, tokens=(6, 6), fixed=2, top_k=1),
+    Case("bf16 slot by slot", **DPEP, tokens=(5, 5), fixed=True, deterministic=True, top_k=3,
+         dtype=torch.bfloat16),
+    Case("codes", **DPEP, tokens=(5, 5), fixed=True, hidden=64, intermediate=48, experts=4,
+         scheme="nvfp4", backend="triton"),
+    Case("codes and their scales", **DPEP, tokens=(4, 4), fixed=True, hidden=256,
+         intermediate=256, experts=4, scheme="fp8_block", backend="triton",
+         dtype=torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME, ids=lambda c: c.why)
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "triton"])
+def test_the_bits_of_all_to_all_without_a_collective(two, case, kernel):
+    """Call after call in the same buffers."""
+    for found in two.run(symmetric_ranks.same_as_all_to_all, replace(case, grads=False), kernel):
+        assert found == [True] * 3
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_comes_out_otherwise_is_not_used(at):
+    """Chosen: another one takes over, with a warning on every rank. Named: a refusal."""
+    with ranks(3) as three:
+        for found in three.run(symmetric_ranks.wrong_once, False, at):
+            assert found["off"] < 1e-5
+            assert "symmetric_memory isn't used: what it brought to rank " in found["warned"][0]
+            assert "differed from all_to_all's" in found["said"]
+        for found in three.run(symmetric_ranks.wrong_once, True, at):
+            assert "one that can do it, got symmetric_memory: what it brought" in found["error"]
+
+
+def test_a_rank_without_memory_is_named_on_all():
+    with ranks(2) as two:
+        for found in two.run(symmetric_ranks.no_memory):
+            assert (found["before"], found["after"]) == ("symmetric_memory", "all_gather")
+            reason = "no memory that other ranks can write: rank 1: CUDA driver error: out of mem"
+            assert reason in found["warned"][0] and reason in found["said"]
+            assert "more lines" not in found["said"]
+
+
+@pytest.mark.parametrize("trained", ["experts", "tokens"])
+def test_gradients_are_not_lost(trained):
+    with ranks(2) as two:
+        for has_grad, said in two.run(symmetric_ranks.with_gradients, trained):
+            assert has_grad and "gradients are needed, and it has none" in said
+
+
+def test_ranks_compare_or_none_does(two):
+    for said in two.run(symmetric_ranks.unverified):
+        assert "RankMismatchError" in said and "verify is true on rank 0 and false" in said
+
+
+def test_multicast_is_switched_off_and_left_as_it_was(two):
+    assert two.run(symmetric_ranks.multicast)[0] == ["1", None, "1", "0", "1", "1"]
+
+
+REFUSED = {
+    "its ranks talk through gloo": {"no_peers": "its ranks talk through gloo"},
+    r"experts aren't divided among ranks \(ep 1\)": {"owners": 1, "width": 2},
+    "its ranks are on 2 hosts, and it writes over the NVLink of one": {"nodes": 2},
+    "gradients are needed, and it has none": {"gradients": True},
+    "its sums are in float32, and these are wanted in float64": {"wide_bytes": 8, "sum_bytes": 8},
+    "it needs 1863 MiB of every GPU for 8192 rows from each rank; it may have 1024": {
+        "tokens": 8192
+    },
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_why_not(words):
+    with pytest.raises(ValueError, match=words):
+        choose(problem(**REFUSED[words]), "symmetric_memory")
+
+
+def test_it_is_for_who_names_it_until_it_was_measured():
+    decision = choose(problem(tokens=64, fixed=True))
+    last = decision.candidates[-1]
+    assert last.name == "symmetric_memory" and last.accepted and decision.chosen != last.name
+    assert "never measured, so it runs where it is named" in str(decision)
+    assert choose(problem(tokens=64, fixed=True), "symmetric_memory").chosen == last.name
+
+
+def said(**changes):
+    return {"reason": "", "host": "a", "device": 0, "sees": [1], "group": [0, 1]} | changes
+
+
+def test_ranks_that_do_not_see_each_other():
+    other = said(device=1, sees=[0])
+    assert unlinked([0, 1], [said(), other]) == ""
+    assert unlinked([0, 1], [said(), other | {"host": "b"}]).endswith("on two hosts, a and b")
+    assert "both call their GPU cuda:0" in unlinked([0, 1], [said(), said()])
+    assert "cuda:1 of rank 1 can't reach the memory of cuda:0 of rank 0" in unlinked(
+        [0, 1], [said(), other | {"sees": []}]
+    )
+    assert unlinked([0, 1], [said(), other | {"reason": "no Triton"}]) == "no Triton (rank 1)"
+    # Ranks of another group needn't be near.
+    apart = [said(group=[0]), other | {"host": "b", "group": [1]}]
+    assert unlinked([0, 1], apart) == ""
