@@ -131,9 +131,14 @@ def fit_network(published: dict[str, Any]) -> dict[str, Any]:
 def fit_copies(record: dict[str, Any], cluster: Cluster, name: str) -> dict[str, Any]:
     """What exchanges take beside what is sent, from calls in which no expert computes anything."""
     found: dict[str, Any] = {}
-    for exchange, transfer in (("all_gather", gathered), ("all_to_all", sent_to_all)):
+    ways = {
+        "all_gather": gathered, "all_to_all": sent_to_all, "symmetric_memory": written_there
+    }  # fmt: skip
+    for exchange, transfer in ways.items():
         matrix, rest, recorded = [], [], []
         for row in record["rows"]:
+            if f"{exchange}_exchange_us" not in row:  # it couldn't, or wasn't there yet
+                continue
             shape, n = SHAPES[row["model"]], row["ranks"]
             # Of records that don't say how many bytes a token was: bf16 and its routes.
             size = row.get("row_bytes", row_bytes(shape, "bf16"))
@@ -141,6 +146,8 @@ def fit_copies(record: dict[str, Any], cluster: Cluster, name: str) -> dict[str,
             matrix.append([1.0, row["tokens"] * n, row["tokens"] * n * shape.hidden])
             recorded.append(row[f"{exchange}_exchange_us"])
             rest.append(recorded[-1] - sent)
+        if not matrix:
+            continue
         numbers = least_squares(np.array(matrix), np.array(rest), 1 / np.array(recorded))
         errors = np.array(matrix) @ numbers - np.array(rest)
         found[exchange] = {
@@ -186,6 +193,12 @@ def sent_to_all(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int, size
         cluster.all_to_all(rows * size, 0, span).us
         + cluster.all_to_all(rows * BACK * shape.hidden, 0, span).us
     )
+
+
+def written_there(cluster: Cluster, tokens: int, shape: MoEShape, ranks: int, size: int) -> float:
+    """Into others' memory: the rows in use, at what NCCL reaches."""
+    rows = tokens * (1 - (1 - 1 / ranks) ** shape.top_k) * (ranks - 1)
+    return cluster.written_us(rows * (size + BACK * shape.hidden))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,9 @@ exchange brings them, and the exchange alone. From these:
     share     of the time that isn't this rank's experts
     overhead  time of a call less that of its experts, in microseconds
 
+The exchange that writes into others' memory runs where it can. Of a model with a shared expert the
+whole layer is timed too: with that expert on a stream of its own, without, and without the expert.
+
 Times are the GPU's own, of a CUDA graph of several calls with inputs of their own; every result is
 compared with one GPU's before it is timed. NVLink multicast is switched off. Beside them stands
 what NCCL alone takes for the same bytes.
@@ -28,15 +31,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tmoe
+from bench.overlap import SHARED, with_and_without, with_shared
 from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.parallel import fixed_tokens, parallelize
 from tmoe.parallel.choose import ROUTE
 from tmoe.parallel.codes import codes_of
 from tmoe.parallel.local import Rows
+from tmoe.parallel.messages import Tokens
 
 CALLS, ROUNDS = 8, 7
-EXCHANGES = ("all_gather", "all_to_all")
+EXCHANGES = ("all_gather", "all_to_all", "symmetric_memory")
 Call = Callable[[], object]
 
 
@@ -83,7 +88,7 @@ def build(shape: Any, scheme: str, device: torch.device) -> tmoe.Experts:
     return experts if scheme == "bf16" else tmoe.Experts.quantized(experts, scheme)
 
 
-def part(whole: tmoe.Experts, mesh: Any, exchange: str) -> tmoe.Experts:
+def part(whole: tmoe.Experts, mesh: Any, exchange: str | None) -> tmoe.Experts:
     """A rank's part, beside the whole one."""
     layer = copy.copy(whole)
     layer._parameters, layer._buffers = dict(whole._parameters), dict(whole._buffers)
@@ -95,12 +100,28 @@ def rows_for_experts(layer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Rows:
     seen = []
 
     def see(rows: Rows, dtype: torch.dtype) -> Tensor:
-        seen.append(rows)
+        tokens = Tokens.of(rows.x)
+        x = tokens.like(kept(tokens.x), None if tokens.scale is None else kept(tokens.scale))
+        seen.append(Rows(x, kept(rows.weights), kept(rows.slots), rows.first, rows.num_slots))
         return zeros(rows, dtype)
 
     x, weights, ids = inputs
     layer.parallel.run(x, weights, ids, see, None, codes_of(layer), trained=False)
     return seen[0]
+
+
+def kept(part: Tensor) -> Tensor:
+    """A copy with the same strides: what it stands in may be written by the next call."""
+    return torch.empty_strided(
+        part.shape, part.stride(), dtype=part.dtype, device=part.device
+    ).copy_(part)
+
+
+def runnable(layer: Any, name: str, tokens: int, top_k: int) -> bool:
+    """Whether the exchange can run here at all."""
+    with fixed_tokens():
+        candidates = layer.explain_exchange(tokens, top_k).candidates
+    return any(found.name == name and found.accepted for found in candidates)
 
 
 def zeros(rows: Rows, dtype: torch.dtype) -> Tensor:
@@ -111,9 +132,12 @@ def zeros(rows: Rows, dtype: torch.dtype) -> Tensor:
 def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) -> list[Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = build(shape, scheme, device)
-    layers = {name: part(whole, mesh, name) for name in EXCHANGES}
+    parts = {name: part(whole, mesh, None) for name in EXCHANGES}
     rows = []
     for T in counts:
+        layers = {n: one for n, one in parts.items() if runnable(one, n, T, shape.top_k)}
+        for name, layer in layers.items():
+            layer.parallel.exchange = name
         every = [
             [
                 routed_inputs(shape, T, device, torch.bfloat16, seed=100 * call + r)
@@ -146,17 +170,25 @@ def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) 
                 row[f"{name}_exchange_us"] = graph_us(
                     [
                         lambda i=i, z=z, n=layer, c=coded: n.parallel.run(
-                            *i, lambda rows, dtype: z, None, c
+                            *i, lambda rows, dtype: z, None, c, trained=False
                         )
                         for i, z in zip(mine, nothing, strict=True)
                     ],
                     device,
                 )
+                if shape.name in SHARED:
+                    full = with_shared(shape, layer, SHARED[shape.name], device)
+                    beside = with_and_without(
+                        full,
+                        [(x, ids) for x, _, ids in mine],
+                        lambda calls: graph_us(calls, device),
+                    )
+                    row |= {f"{name}_{what}": us for what, us in beside.items()}
             if T <= 128:  # as Python calls it
                 row[f"{name}_eager_us"] = eager_us(
                     lambda i=mine[0], n=layer: n(i[0], i[2], i[1]), device
                 )
-        codes = codes_of(layers["all_gather"])
+        codes = codes_of(whole)
         token = 2 * shape.hidden if codes is None else codes.row_bytes(shape.hidden)
         row["row_bytes"] = token + ROUTE * shape.top_k
         row |= nccl_us(T, row["row_bytes"], shape.hidden, device)
@@ -218,7 +250,7 @@ def say(row: dict[str, Any]) -> None:
         "{model:16} {scheme:9} T={tokens:<5} one {one_us:8.1f}  nccl {nccl_us:7.1f}, "
         "to all {nccl_to_all_us:7.1f}, to others {nccl_to_others_us:7.1f}"
     ).format(**row)
-    for name in EXCHANGES:
+    for name in (name for name in EXCHANGES if f"{name}_us" in row):
         total, experts, alone = (row[f"{name}{what}_us"] for what in ("", "_experts", "_exchange"))
         scaling, over = row["one_us"] / total, total - experts
         text += (
@@ -227,6 +259,10 @@ def say(row: dict[str, Any]) -> None:
         )
         if f"{name}_eager_us" in row:
             text += f" eager {row[f'{name}_eager_us']:.0f}"
+        if f"{name}_beside_us" in row:
+            text += " shared expert beside {:.1f}, in turn {:.1f}, without {:.1f}".format(
+                *(row[f"{name}_{what}_us"] for what in ("beside", "in_turn", "routed"))
+            )
     print(text, flush=True)
 
 

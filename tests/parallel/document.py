@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "parallel.md"
 RECORD = ROOT / "bench" / "results" / "h200x2_parallel.json"
 BEGIN, END = "<!-- times -->\n", "<!-- end -->"
-EXCHANGES = ("all_gather", "all_to_all")
+EXCHANGES = ("all_gather", "all_to_all", "symmetric_memory")
 
 
 def times(record: dict[str, Any]) -> str:
@@ -26,7 +26,8 @@ def times(record: dict[str, Any]) -> str:
     if "nccl_to_all_us" not in record["rows"][0]:
         lines[0] += " Recorded before all-to-all had kernels of its own and tokens went as codes."
     columns = ["model", "scheme", "T", "one"]
-    for name in EXCHANGES:
+    shown = [n for n in EXCHANGES if any(f"{n}_us" in row for row in record["rows"])]
+    for name in shown:
         columns += [name, "times as fast", "+"]
     columns += ["NCCL"]
     to_all = "nccl_to_all_us" in record["rows"][0]
@@ -34,13 +35,35 @@ def times(record: dict[str, Any]) -> str:
     lines += [f"| {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
     for row in record["rows"]:
         cells = [row["model"], row["scheme"], str(row["tokens"]), f"{row['one_us']:.0f}"]
-        for name in EXCHANGES:
+        for name in shown:
+            if f"{name}_us" not in row:
+                cells += ["", "", ""]
+                continue
             us, experts = row[f"{name}_us"], row[f"{name}_experts_us"]
             cells += [f"{us:.0f}", f"{row['one_us'] / us:.2f}", f"{us - experts:.0f}"]
         cells += [f"{row['nccl_us']:.0f}"]
         cells += [f"{row['nccl_to_all_us']:.0f}"] if to_all else []
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *overlap(record)])
+
+
+def overlap(record: dict[str, Any]) -> list[str]:
+    """Of every row with a shared expert: the layer with it on a stream of its own, and without."""
+    lines = []
+    for row in record["rows"]:
+        for name in EXCHANGES:
+            if f"{name}_beside_us" in row:
+                cells = [row["model"], row["scheme"], str(row["tokens"]), name]
+                cells += [f"{row[f'{name}_{w}_us']:.0f}" for w in ("routed", "in_turn", "beside")]
+                lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "", "The whole layer: without its shared expert, with it in turn, and with it on a stream "
+        "of its own.", "",
+        "| model | scheme | T | exchange | without | in turn | beside |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: |", *lines,
+    ]  # fmt: skip
 
 
 def written(page: str) -> str:

@@ -67,6 +67,8 @@ def test_two_ranks(two, case, exchange):
 FIXED = [
     Case("fixed", **DPEP, tokens=(5, 5), fixed=True),
     Case("fixed, ep", **EP, tokens=(5,), fixed=True),
+    Case("fixed, fewer tokens than ranks", **EP, tokens=(1,), fixed=True),
+    Case("fixed, no tokens", **DPEP, tokens=(0, 0), fixed=True),
     Case("fixed, every row to one rank", **DPEP, tokens=(6, 6), fixed=True, all_to=0, top_k=1),
     Case("fixed, enough room", **DPEP, tokens=(6, 6), fixed=6, top_k=1, experts=4),
 ]

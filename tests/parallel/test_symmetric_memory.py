@@ -1,6 +1,10 @@
 """Rows that ranks write into one another's memory: here files that both map, on GPUs NVLink."""
 
+import inspect
+import os
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from tests.parallel import symmetric_ranks
 from tests.parallel.cases import Case
 from tests.parallel.ranks import ranks
 from tests.parallel.test_wire import problem
+from tmoe.parallel import peers
 from tmoe.parallel.choose import choose
+from tmoe.parallel.groups import Group
 from tmoe.parallel.peers import unlinked
 
 DPEP = {"mesh": (2,), "dims": ("x",), "ep": "x", "dp": "x"}
@@ -139,6 +145,43 @@ def test_it_is_for_who_names_it_until_it_was_measured():
     assert last.name == "symmetric_memory" and last.accepted and decision.chosen != last.name
     assert "never measured, so it runs where it is named" in str(decision)
     assert choose(problem(tokens=64, fixed=True), "symmetric_memory").chosen == last.name
+
+
+def test_what_torch_is_asked_for(monkeypatch):
+    """With torch's own signatures, which its functions have without a GPU too."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    asked = inspect.signature(symmetric.rendezvous)
+    own, other = (torch.zeros(1 << 21, dtype=torch.uint8) for _ in range(2))
+    handle = SimpleNamespace(multicast_ptr=0, barrier=lambda channel, ms: waits.append(ms))
+    handle.get_buffer = lambda rank, sizes, dtype: (other, own)[rank].view(dtype).view(sizes)
+    waits: list[int] = []
+
+    def empty(size, stride, dtype, device):
+        assert (size, stride, dtype) == ((1 << 21,), (1,), torch.uint8)
+        return own
+
+    def rendezvous(*args):
+        asked.bind(*args)
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        return handle
+
+    told = symmetric._SymmetricMemory.empty_strided_p2p.__doc__
+    assert "size" in told and "stride" in told and "dtype" in told and "device" in told
+    stand_in = SimpleNamespace(empty_strided_p2p=empty)
+    monkeypatch.setattr(symmetric, "_SymmetricMemory", stand_in)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(peers, "time_out", lambda handle: timedelta(seconds=7))
+    group = Group("a group", (4, 5), 1)
+    buffer = peers.allocate(group, 1 << 21, torch.device("cpu"))
+    buffer.barrier()
+    assert buffer.mine is own and waits == [7000] and buffer.all[0].data_ptr() == other.data_ptr()
+    assert buffer.addresses.tolist() == [other.data_ptr(), own.data_ptr()]
+    handle.multicast_ptr = 1
+    with pytest.raises(RuntimeError, match="torch bound NVLink multicast, though it was told not"):
+        peers.allocate(group, 1 << 21, torch.device("cpu"))
+    handle.multicast_ptr = 0
+    with pytest.raises(RuntimeError, match="isn't where torch says that it is"):
+        peers.allocate(Group("a group", (4, 5), 0), 1 << 21, torch.device("cpu"))
 
 
 def said(**changes):

@@ -128,7 +128,7 @@ def quantized_experts_ref(
     rows = rounded(rows, recipe, input_scale)
     gate, up = torch.einsum("sd,snd->sn", rows, gate_up_proj.double()[e]).chunk(2, -1)
     rows = rounded(gate * gate.sigmoid() * up, recipe, hidden_scale)
-    y = torch.einsum("sd,snd->sn", rows, down_proj.double()[e]).view(T, K, -1)
+    y = torch.einsum("sd,snd->sn", rows, down_proj.double()[e]).view(T, K, down_proj.shape[1])
     return y.sum(1) if weight_on_input else (y * weights.unsqueeze(-1)).sum(1)
 
 

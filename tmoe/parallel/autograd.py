@@ -239,6 +239,8 @@ class _SumOfRows(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
+        if dy.shape[0] == 0:  # no token; with fixed sizes there are rows nevertheless
+            return dy.new_zeros(len(tokens), *dy.shape[1:]), None, None
         return dy.index_select(0, tokens), None, None
 
 

@@ -196,7 +196,7 @@ def allocate(group: Group, size: int, device: torch.device) -> Buffer:
     """A collective of the group."""
     import torch.distributed._symmetric_memory as symmetric
 
-    with _without_multicast():
+    with _without_multicast(), torch.inference_mode(False):  # others use it too
         # Not `symmetric.empty`, whose pool may put it behind something that only one rank has.
         mine = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         handle = symmetric.rendezvous(mine, group.handle)
