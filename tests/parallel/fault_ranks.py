@@ -100,6 +100,35 @@ def killed(rank: int, when: str, exchange: str) -> tuple[str, str, float]:
     return "no error", "", 0.0
 
 
+def killed_in_backward(rank: int, exchange: str) -> tuple[str, str, float]:
+    """The last rank is killed when its gradient comes in."""
+    made = parallelize(layer(), world("x"), ep="x", dp="x", exchange=exchange)
+    x = torch.randn(4, H, requires_grad=True)
+    y = made(x)
+    if rank == dist.get_world_size() - 1:
+        y.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return *words(error), time.monotonic() - start
+    return "no error", "", 0.0
+
+
+def killed_at_init(rank: int) -> tuple[str, str, float]:
+    """The last rank is killed before groups of ranks are made."""
+    mesh = world("a", "b")
+    made = layer()
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        parallelize(made, mesh, ep=("a", "b"), dp="a")
+    except RuntimeError as error:
+        return *words(error), time.monotonic() - start
+    return "no error", "", 0.0
+
+
 def different_calls(rank: int) -> tuple[str, str, float]:
     """Rank 1 brings a fixed number of tokens, the others ask for it."""
     made = parallelize(layer(), world("x"), ep="x", dp="x", exchange="all_gather")

@@ -71,6 +71,29 @@ def test_a_killed_rank_is_named_on_all_others(when, exchange):
         assert seconds < 2 * SECONDS
 
 
+@pytest.mark.parametrize("exchange, step", [
+    ("all_gather", "adding up what experts say"), ("all_to_all", "sending sums back"),
+])  # fmt: skip
+def test_a_rank_killed_in_backward_is_named(exchange, step):
+    with ranks(3, seconds=SECONDS) as three:
+        *others, (_, third) = three.answers(fault_ranks.killed_in_backward, exchange)
+    assert third == "died"
+    for (kind, text, seconds), error in others:
+        assert error is None and kind == "RankLostError", text
+        assert f"the gradient of {step} of ranks 0, 1, 2" in text, text
+        assert "2 is gone or elsewhere" in text and seconds < 2 * SECONDS, text
+
+
+def test_a_rank_killed_before_groups_are_made_is_named():
+    """torch would wait as long as the store does, five minutes, and name nobody."""
+    with ranks(4, seconds=SECONDS) as four:
+        *others, (_, fourth) = four.answers(fault_ranks.killed_at_init)
+    assert fourth == "died"
+    for (kind, text, seconds), error in others:
+        assert error is None and kind == "RankLostError" and seconds < 3 * SECONDS, text
+        assert "is at making a group of ranks; rank 3 didn't come to it within 0:00:03" in text
+
+
 def test_ranks_at_different_calls_are_told_who_is_where():
     with ranks(2, seconds=SECONDS) as two:
         for kind, text, seconds in two.run(fault_ranks.different_calls):

@@ -17,7 +17,9 @@ from tests.parallel.wire_ranks import (
     with_sums,
 )
 from tmoe.formats import SCHEMES
+from tmoe.kernels.exchange_ref import Parts
 from tmoe.parallel.choose import ExchangeProblem, choose
+from tmoe.parallel.messages import packed
 
 H = 256
 BASE = Case(
@@ -112,6 +114,13 @@ def problem(**changes) -> ExchangeProblem:
         "wide_bytes": 4, "owners": 8, "shares": 1, "width": 1,
     }  # fmt: skip
     return ExchangeProblem(**{**usual, **changes})
+
+
+def test_no_tokens_with_any_strides():
+    """torch calls every tensor without numbers contiguous, and won't view some as bytes."""
+    odd = torch.empty_strided((0, 1), (1, 0))
+    got = packed(Parts(torch.empty(0, 8), None, odd.int(), odd))
+    assert got.shape == (0, message(32, 0, 1)) and got.dtype == torch.uint8
 
 
 def test_the_shorter_exchange_is_chosen():

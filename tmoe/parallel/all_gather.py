@@ -22,7 +22,7 @@ from .autograd import wide
 from .groups import Pending
 from .layout import Layout
 from .local import LocalExperts, Rows, each_slot, in_order
-from .messages import Tokens, send_rows
+from .messages import Tokens, as_bytes, send_rows
 from .placement import Placement
 from .routes import slots_of
 
@@ -95,5 +95,5 @@ def _more_rows(part: Tensor, missing: int, value: int) -> Tensor:
     """With so many rows of `value` at the end; codes have none, so they get bytes of it."""
     if part.itemsize > 1:
         return torch.cat([part, part.new_full((missing, part.shape[1]), value)])
-    rows = part.contiguous().view(torch.uint8)
+    rows = as_bytes(part)
     return torch.cat([rows, rows.new_full((missing, rows.shape[1]), value)]).view(part.dtype)

@@ -50,8 +50,9 @@ def said_by_all(
     absent = _absent(store, prefix, len(ranks), time_out(handle))
     if absent:
         others = ", ".join(str(ranks[other]) for other in absent)
+        doing = f"{what} ({_words(mine)})" if mine else what
         raise RankLostError(
-            f"tmoe.parallel: rank {ranks[rank]} is about to run {what} ({_words(mine)}); rank "
+            f"tmoe.parallel: rank {ranks[rank]} is at {doing}; rank "
             f"{others} didn't come to it within {time_out(handle)}: "
             f"{who_is_gone(handle, ranks, rank, f'the start of {what}', wait=SOON)}"
         )

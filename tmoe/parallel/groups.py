@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .faults import RankLostError, who_is_gone
+from .faults import RankLostError, said_by_all, who_is_gone
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -157,10 +157,13 @@ def all_to_all(
 
 
 def group_of(ranks: Sequence[int], like: Any) -> Any:
-    """A process group of these ranks, with the time-out of `like`; made once per process."""
-    world = dist.group.WORLD
+    """A process group of these ranks, with the time-out of `like`; made once per process. They meet
+    first, since torch would wait for a rank that is gone as long as the store does."""
+    world: Any = dist.group.WORLD
     key = (world, tuple(ranks))
     if key not in _made:
+        names, what = "-".join(map(str, ranks)), "making a group of ranks"
+        said_by_all(world, ranks, ranks.index(dist.get_rank()), f"group/{names}", what, {})
         device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
         options = getattr(like._get_backend(device), "options", None)
         _made[key] = dist.new_group(

@@ -98,13 +98,20 @@ def _spaces(parts: Parts) -> list[int]:
     ]
 
 
+def as_bytes(part: Tensor) -> Tensor:
+    """(T, W) -> its bytes, (T, W · size) uint8; a view where rows are dense."""
+    if part.numel() == 0:  # whose strides may be anything
+        return part.new_empty(part.shape[0], part.shape[1] * part.itemsize, dtype=torch.uint8)
+    return part.contiguous().view(torch.uint8)
+
+
 def packed(parts: Parts) -> Tensor:
     """(T, bytes) uint8: all messages of tokens, in their order. Between the parts nothing is
     written, and nothing read."""
     pieces = []
     for part, space in zip(parts, _spaces(parts), strict=True):
         if part is not None:
-            piece = part.contiguous().view(torch.uint8)
+            piece = as_bytes(part)
             pieces += [piece, piece.new_empty(len(piece), space - piece.shape[1])]
     rest = row_bytes(parts) - sum(_spaces(parts))
     return torch.cat([*pieces, pieces[0].new_empty(len(pieces[0]), rest)], 1)
@@ -123,5 +130,5 @@ def send_rows(parts: Parts, send: Callable[[Tensor, str], Tensor]) -> Parts:
         return views(send(packed(parts), "tokens"), parts)
     routes = parts._replace(x=x[:, :0])
     got = views(send(packed(routes), "routes"), routes)
-    plain = x.contiguous().view(torch.uint8) if x.itemsize == 1 else x  # not all send float8
+    plain = as_bytes(x) if x.itemsize == 1 else x  # not all send float8
     return got._replace(x=send(plain, "tokens").view(x.dtype))

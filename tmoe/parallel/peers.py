@@ -107,7 +107,7 @@ class Peers:
         """RuntimeError on all ranks if one has an error."""
         every = self.everyone
         said = said_by_all(
-            every.handle, every.ranks, every.rank, f"peers/{number}", "to make room for messages",
+            every.handle, every.ranks, every.rank, f"peers/{number}", "room for messages in memory",
             {"error": error},
         )  # fmt: skip
         failed = [f"rank {r}: {one['error']}" for r, one in zip(every.ranks, said, strict=True)

@@ -32,7 +32,7 @@ from .all_to_all import AllToAll
 from .exchange_steps import push_rows
 from .layout import Layout
 from .local import Rows
-from .messages import ALIGNED, Tokens, routes_at, views
+from .messages import ALIGNED, Tokens, as_bytes, routes_at, views
 from .peers import Buffer, Peers
 from .placement import Placement
 
@@ -137,4 +137,4 @@ def row_by_row(rows: Rows, dtype: torch.dtype) -> Tensor:
 
 def _bits(x: Tensor) -> Tensor:
     """So that a NaN equals itself."""
-    return x.contiguous().view(torch.uint8)
+    return as_bytes(x)
