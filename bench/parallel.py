@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -129,10 +129,13 @@ def zeros(rows: Rows, dtype: torch.dtype) -> Tensor:
     return torch.zeros(rows.x.shape, dtype=dtype, device=rows.x.device)
 
 
-def measure(shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any) -> list[Any]:
+def measure(
+    shape: Any, scheme: str, counts: list[int], mesh: Any, device: Any,
+    exchanges: Sequence[str] = EXCHANGES,
+) -> list[Any]:  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = build(shape, scheme, device)
-    parts = {name: part(whole, mesh, None) for name in EXCHANGES}
+    parts = {name: part(whole, mesh, None) for name in exchanges}
     rows = []
     for T in counts:
         layers = {n: one for n, one in parts.items() if runnable(one, n, T, shape.top_k)}
@@ -272,6 +275,7 @@ def main() -> None:
     parser.add_argument("--models", default="deepseek-v3,qwen3-30b-a3b")
     parser.add_argument("--schemes", default="bf16,fp8_block")
     parser.add_argument("--tokens", default="1,16,128,1024,8192")
+    parser.add_argument("--exchanges", default=",".join(EXCHANGES))
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args()
     device, mesh = start_ranks()
@@ -279,7 +283,8 @@ def main() -> None:
     rows: list[Any] = []
     for model in options.models.split(","):
         for scheme in options.schemes.split(","):
-            rows += measure(SHAPES[model], scheme, counts, mesh, device)
+            exchanges = options.exchanges.split(",")
+            rows += measure(SHAPES[model], scheme, counts, mesh, device, exchanges)
             torch.cuda.empty_cache()
             if options.out is not None and dist.get_rank() == 0:
                 command = command_of("torchrun -m bench.parallel", options.out)

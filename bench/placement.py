@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tmoe
-from bench.parallel import EXCHANGES, build, graph_us
+from bench.parallel import build, graph_us
 from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, ZIPF
 from tmoe.demo.shapes import MoEShape
 from tmoe.parallel import Placement, balance, fixed_tokens, parallelize, rebalance
 from tmoe.parallel.balance import rank_loads
+from tmoe.parallel.expert_layers import divided_layers
 from tmoe.parallel.rebalance import slots_of_layer
 from tmoe.plan.gain import busiest_us
 
@@ -96,9 +97,10 @@ def timed(layer: Any, whole: Any, mine: Sequence[Inputs], device: Any, what: str
 def move(layer: Any, new: Placement, device: torch.device) -> tuple[float, int]:
     """Seconds that `rebalance` takes, and bytes that this rank receives."""
     rank = layer.parallel.layout.experts.rank
+    ((held, _),) = divided_layers(layer).values()
     each = sum(
         part.nbytes // len(part)
-        for tensor in slots_of_layer(layer).values()
+        for tensor in slots_of_layer(held).values()
         for part in (tensor.parts() if isinstance(tensor, tmoe.QuantizedTensor) else [tensor])
     )
     dist.barrier()
@@ -109,8 +111,10 @@ def move(layer: Any, new: Placement, device: torch.device) -> tuple[float, int]:
     return time.perf_counter() - started, each * len(moves.into(rank))
 
 
-def measure(shape: MoEShape, scheme: str, counts: list[int], copies: list[int], mesh: Any,
-            device: torch.device) -> list[dict[str, Any]]:  # fmt: skip
+def measure(
+    shape: MoEShape, scheme: str, counts: list[int], copies: list[int], exchanges: list[str],
+    mesh: Any, device: torch.device,
+) -> list[dict[str, Any]]:  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = build(shape, scheme, device).eval()
     rows = []
@@ -119,7 +123,7 @@ def measure(shape: MoEShape, scheme: str, counts: list[int], copies: list[int], 
             tokens = Tokens(shape, T, kind == "together", device)
             mine = [tokens.call(number, rank) for number in range(CALLS)]
             in_order = Placement.contiguous(shape.num_experts, size)
-            for exchange in EXCHANGES:
+            for exchange in exchanges:
                 layer = spread(whole, in_order, exchange, mesh)
                 for redundant in (None, *copies):
                     row = {"model": shape.name, "scheme": scheme, "popular": kind, "tokens": T,
@@ -152,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--schemes", default="bf16,fp8_block")
     parser.add_argument("--tokens", default="16,128,1024,8192")
     parser.add_argument("--redundant", default="0,4")
+    parser.add_argument("--exchanges", default="all_gather,all_to_all")
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args(arguments)
     device, mesh = start_ranks()
@@ -160,10 +165,11 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Any] = []
     for model in options.models.split(","):
         for scheme in options.schemes.split(","):
-            rows += measure(SHAPES[model], scheme, counts, copies, mesh, device)
-    if options.out is not None and dist.get_rank() == 0:
-        command = command_of("torchrun -m bench.placement", options.out, arguments)
-        write_record(options.out, device, command, rows=rows)
+            exchanges = options.exchanges.split(",")
+            rows += measure(SHAPES[model], scheme, counts, copies, exchanges, mesh, device)
+            if options.out is not None and dist.get_rank() == 0:
+                command = command_of("torchrun -m bench.placement", options.out, arguments)
+                write_record(options.out, device, command, rows=rows)
     dist.destroy_process_group()
 
 

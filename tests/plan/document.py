@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tmoe.bench.shapes import SHAPES
 from tmoe.bench.tables import Grid
 from tmoe.parallel.communication_model import Cluster, constants, sources
 from tmoe.plan import known_model, placement_gain, plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "planning.md"
+PLACED = ROOT / "bench" / "results" / "h200x2_placement.json"
 SHOWN = 8
 
 
@@ -20,6 +24,32 @@ def gain() -> str:
         placement_gain(SHAPES["qwen3-30b-a3b"], 8, (16, 128, 1024, 8192)),
     )
     return "\n\n".join(table.as_markdown() for table in tables)
+
+
+def placed() -> str:
+    """What `bench.placement` recorded, if it has been run: a layer in order and as placed."""
+    if not PLACED.exists():
+        return "Nobody has recorded it on GPUs yet."
+    record = json.loads(PLACED.read_text(encoding="utf-8"))
+    machine = record["machine_info"]
+    lines = [
+        f"{record['rows'][0]['ranks']} {machine['device']}, T tokens on each, popularity r^-1.2, "
+        "CUDA graphs, in µs; in brackets the load of the busiest rank over the mean.", "",
+        "| model | scheme | popular | exchange | T | in order | placed | with copies | moved in |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    kinds: dict[tuple[Any, ...], dict[Any, Any]] = {}
+    for row in record["rows"]:
+        key = tuple(row[k] for k in ("model", "scheme", "popular", "exchange", "tokens"))
+        kinds.setdefault(key, {})[row["redundant"]] = row
+    for key, by_copies in kinds.items():
+        cells = [str(part) for part in key]
+        for copies in (None, 0, max(n or 0 for n in by_copies)):
+            row = by_copies.get(copies)
+            cells.append(f"{row['us']:.0f} ({row['load_over_mean']:.2f})" if row else "")
+        cells.append(f"{by_copies[0]['rebalance_ms']:.0f} ms" if 0 in by_copies else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def example() -> str:
@@ -55,7 +85,7 @@ def _percent(numbers: dict[str, float]) -> str:
     return f"{100 * numbers['largest_error']:.0f} %"
 
 
-PARTS = {"gain": gain, "plan": example, "calibration": calibration}
+PARTS = {"gain": gain, "placed": placed, "plan": example, "calibration": calibration}
 
 
 def written(page: str) -> str:
