@@ -58,12 +58,19 @@ def mismatch(rank: int, what: str) -> tuple[str, str]:
             spread["placement"] = Placement(E, ((5, 0), (1, 2), (3,), (4,)))
         elif what == "exchange":
             spread["exchange"] = "all_to_all"
+        elif what == "sums":
+            spread["sums"] = torch.bfloat16
         elif what == "deterministic":
             options = {"deterministic": True}
     version = expert_parallel.__version__
     if odd and what == "version":
         expert_parallel.__version__ = "0.0.1"
-    made = parallelize(layer(**build), mesh, **spread)
+    whole = layer(**build)
+    if odd and what == "adapters":
+        tmoe.lora.add(whole, rank=2)
+        whole.requires_grad_(False)
+    made = parallelize(whole, mesh, **spread)
+    made.experts.requires_grad_(odd and what == "experts that are trained")
     expert_parallel.__version__ = version
     x = torch.randn(tokens, made.hidden_size)
     if odd and what == "dtype":

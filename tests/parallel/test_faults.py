@@ -26,6 +26,9 @@ MISMATCHES = {
     "gradients": "gradients is false on rank 0, 2, 3 and true on rank 1",
     "deterministic": "deterministic is false on rank 0, 2, 3 and true on rank 1",
     "capacity": "capacity is 3 on rank 0, 2, 3 and 4 on rank 1",
+    "adapters": 'adapters is {} on rank 0, 2, 3 and {"gate_up_proj": [2, 32',
+    "sums": 'sums is "torch.float32" on rank 0, 2, 3 and "torch.bfloat16" on rank 1',
+    "experts that are trained": "gradients is false on rank 0, 2, 3 and true on rank 1",
     "fixed number of tokens": "tokens is 4 on rank 0, 2, 3 and 5 on rank 1",
     "the same tokens": "bring as many: rank 1 has 5, another 4",
 }

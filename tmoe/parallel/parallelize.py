@@ -51,9 +51,9 @@ def parallelize(
             the same. A dimension of both ep and dp exchanges tokens.
         placement: which rank of ep has which experts, for all layers or by the name of each; None:
             in order, as evenly as possible.
-        exchange: "all_gather" or "all_to_all"; None: for each call what should be faster, see
-            ``tmoe.explain(layer)``.
-        sums: the dtype in which an all-to-all brings partial sums back, float32 or bfloat16, which
+        exchange: "all_gather", "all_to_all" or "symmetric_memory"; None: for each call what should
+            be fastest, see ``tmoe.explain(layer)``. A call that the one named can't do raises.
+        sums: the dtype in which the last two bring partial sums back, float32 or bfloat16, which
             halves their bytes and rounds them once more. They are added up in float32. The
             all-gather path adds on the way, always in float32, and isn't chosen with bfloat16.
 
