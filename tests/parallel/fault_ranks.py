@@ -77,6 +77,9 @@ def mismatch(rank: int, what: str) -> tuple[str, str]:
         made, x = made.bfloat16(), x.bfloat16()
     if odd and what == "gradients":
         x.requires_grad_()
+    if what == "gradients of some":
+        made.gate.requires_grad_()
+        x.requires_grad_(not odd)
     try:
         with tmoe.options(**options), fixed or torch.enable_grad():
             made(x)

@@ -2,8 +2,9 @@
 
 On a GPU it gets a stream of its own, which begins after what made its input and ends before its
 result is used; CUDA graphs capture both. Its kernels and their order are the same ones, so are its
-bits. Elsewhere, and where gradients are needed, it runs between sending and receiving: NCCL has a
-stream of its own anyway, and gradients are added up on the stream of the forward.
+bits. Elsewhere, where gradients are needed, and where its width is divided, it runs between sending
+and receiving: NCCL has a stream of its own anyway, gradients are added up on the stream of the
+forward, and what it sends itself keeps its place among the layer's collectives.
 """
 
 from __future__ import annotations

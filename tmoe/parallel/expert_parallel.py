@@ -121,8 +121,9 @@ class ExpertParallel:
             self.captured = True
         fixed, slot_by_slot = _fixed.get(), current().deterministic
         sent = needs_gradients(x, weights)
-        gradients = sent or (trained and torch.is_grad_enabled())
-        call = self._words_of(x, topk_ids, fixed, gradients)
+        trained = trained and torch.is_grad_enabled()
+        gradients = sent or trained
+        call = self._words_of(x, weights, topk_ids, fixed, trained)
         if fixed is not None or self._asks_nothing(x):
             self._agreement.on_fixed(call)
             most = x.shape[0]
@@ -132,7 +133,8 @@ class ExpertParallel:
             codes = None
         problem = self.problem(x, topk_ids.shape[1], most, codes, gradients)
         chosen = choose(problem, self.exchange).chosen
-        aside = Beside(beside, x, own_stream=self.overlap and not gradients)
+        apart = self.overlap and not gradients and self.layout.width.size == 1
+        aside = Beside(beside, x, own_stream=apart)
         inputs: tuple[Tensor, Tensor, Tensor] = (x, weights, topk_ids)
         if codes is not None and (chosen != "all_gather" or self.layout.owners.size > 1):
             inputs = (codes.of(x), weights, topk_ids)
@@ -270,13 +272,18 @@ class ExpertParallel:
             peers.verified.add(problem)
         return not peers.reason
 
-    def _words_of(self, x: Tensor, ids: Tensor, fixed: Fixed | None, gradients: bool) -> Call:
-        """What all ranks have to have in common in a call, beside the layer."""
+    def _words_of(
+        self, x: Tensor, weights: Tensor, ids: Tensor, fixed: Fixed | None, trained: bool
+    ) -> Call:
+        """What all ranks have to have in common in a call, beside the layer. What one sends forward
+        and needs the gradient of, the others have to send back."""
+        sent = {"tokens": x, "weights": weights} if torch.is_grad_enabled() else {}
+        needed = [name for name, tensor in sent.items() if tensor.requires_grad]
         return (
             ("hidden", x.shape[1]),
             ("dtype of x", str(x.dtype).removeprefix("torch.")),
             ("top_k", ids.shape[1]),
-            ("gradients", gradients),
+            ("gradients", ", ".join([*needed, *(["experts"] if trained else [])]) or "none"),
             ("deterministic", current().deterministic),
             ("verify", current().verify),
             ("fixed", fixed is not None),
