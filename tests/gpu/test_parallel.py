@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel import gradient_ranks
+from tests.parallel import gradient_ranks, lora_ranks
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
 from tests.parallel.ranks import ranks
+from tests.parallel.test_lora import files
 from tests.parallel.wire_ranks import coded
 from tmoe.parallel import fixed_tokens
 
@@ -83,6 +84,13 @@ def test_width_of_two_gpus(two, case):
 def test_gradients_through_quantised_experts(two, scheme, how):
     sizes = SIZES | {"tokens": (700, 40) if "dp" in how else (700,)}
     two.run(gradient_ranks.through_codes, Case("", **how, **sizes, scheme=scheme))
+
+
+@pytest.mark.parametrize("case", [EVERY[7], WIDTH[3]], ids=lambda c: f"{c.why} {c.tp or c.ep}")
+def test_adapters_on_two_gpus(two, case, tmp_path):
+    two.run(lora_ranks.trained, case, str(tmp_path))
+    of_each, of_one = (files(tmp_path / name) for name in ("divided", "whole"))
+    assert of_each == of_one
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import nn
 import tmoe
 from tests.checking import assert_matches
 from tests.parallel import model_ranks
-from tests.parallel.cases import Case, make_whole, spread
+from tests.parallel.cases import Case, device, make_whole, spread
 from tests.parallel.wire_ranks import Sent
 from tmoe.parallel import Placement, parallelize, rebalance, save_adapters
 from tmoe.parallel.expert_layers import ExpertsLayer, Share, divided_layers
@@ -25,7 +25,7 @@ def adapted(case: Case) -> tmoe.MoE:
     torch.manual_seed(4)
     for name, parameter in layer.named_parameters():
         if "lora" in name:
-            parameter.data = torch.randn(parameter.shape) / 4
+            parameter.data = (torch.randn(parameter.shape) / 4).to(device())
     return layer
 
 
@@ -39,7 +39,7 @@ def trained(rank: int, case: Case, folder: str) -> None:
     whole = adapted(case)
     layer = spread(case, copy.deepcopy(whole))
     torch.manual_seed(2)
-    tokens = [torch.randn(n, case.hidden) for n in case.tokens]
+    tokens = [torch.randn(n, case.hidden).to(device()) for n in case.tokens]
     x = tokens[layer.experts.parallel.layout.owners.rank]
     with tmoe.options(backend=case.backend):
         y = layer(x)

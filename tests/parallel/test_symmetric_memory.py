@@ -26,6 +26,7 @@ CASES = [
     Case("K above experts per rank", **DPEP, tokens=(4, 3), top_k=5, layer={"bias": True}),
     Case("one expert takes all EP14", **DPEP, tokens=(9, 4), all_to=5),
     Case("same tokens", mesh=(2,), dims=("x",), ep="x", tokens=(5,)),
+    Case("one token for two", mesh=(2,), dims=("x",), ep="x", tokens=(1,), fixed=True),
     Case("copies", **DPEP, tokens=(6, 3), placement=((5, 0, 3, 1), (1, 2, 4, 5))),
     Case("odd hidden size, bf16", **DPEP, tokens=(4, 3), hidden=13, dtype=torch.bfloat16),
     Case("shared expert", **DPEP, tokens=(5, 2), layer={"shared_intermediate_size": 10}),
