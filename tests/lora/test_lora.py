@@ -128,10 +128,6 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"down_proj must be frozen .*requires_grad_\(False\)"):
         layer(torch.randn(3, H))
     tmoe.lora.remove(layer)
-    layer.experts.parallel = object()
-    with pytest.raises(ValueError, match="add adapters first, tmoe.parallel divides them too"):
-        tmoe.lora.add(layer)
-    del layer.experts.parallel
     quantized = tmoe.MoE.quantized(layer, "fp8_a16")
     tmoe.lora.add(quantized)
     with pytest.raises(ValueError, match="aren't quantised"):

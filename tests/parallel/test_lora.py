@@ -47,14 +47,16 @@ def test_adapters_move_with_their_experts_and_merge(two):
     two.run(lora_ranks.moved)
 
 
-def test_what_needs_all_experts_says_what_to_do(two):
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.why)
+def test_adapters_of_experts_that_are_divided_already(two, case, tmp_path):
+    """Copies of an expert, and ranks that divide its width, begin alike."""
+    two.run(lora_ranks.afterwards, case, str(tmp_path))
+    assert files(tmp_path / "divided") == files(tmp_path / "whole")
+
+
+def test_no_adapters_are_not_saved(two):
     for said in two.run(lora_ranks.refused):
-        assert len(said) == 5
-        assert "add adapters first, tmoe.parallel divides them too" in said[0]
-        assert "load adapters first" in said[1]
-        assert "tmoe.parallel.save_adapters writes those of all ranks" in said[2]
-        assert "save_adapters: model must be one with adapters" in said[3]
-        assert "save_adapters: model must be one with layers that parallelize made" in said[4]
+        assert "lora.save: model must be one with adapters" in said
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

@@ -32,7 +32,7 @@ def add(
 
     Args:
         model: with `tmoe.MoE` or `tmoe.Experts` inside, or after `tmoe.replace_moe`; the experts'
-            weights may be quantised.
+            weights may be quantised. Where `tmoe.parallel` divided them, all ranks call it.
         rank: of each expert's adapter.
         alpha: the adapters are multiplied by alpha / rank.
         projections: which are adapted; "gate_up_proj" is the first one of ungated experts too.
@@ -62,6 +62,8 @@ def add(
     for target in found:
         chosen = [w for w, name in zip(target.weights, known, strict=True) if name in projections]
         put(target, {weight: rank for weight in chosen}, alpha, dtype)
+        if target.parallel is not None:
+            target.parallel.adapters.begin(target.module)
     leave_codes_out_of_ddp(model)
     return [target.name for target in found]
 

@@ -41,18 +41,23 @@ USUAL = {
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters to `folder`, for `load` and for ``PeftModel.from_pretrained``.
 
+    Of experts that `tmoe.parallel` divided, those of all ranks, as one rank would have written
+    them: all ranks call it, and the first of those that share experts writes.
+
     Raises:
-        ValueError: the model has no adapters; or a part of them, of experts that several ranks
-            share: `tmoe.parallel.save_adapters` writes those.
+        ValueError: the model has no adapters.
     """
-    write(model, adapted(model, "lora.save"), folder)
+    found = []
+    for target, lora in adapted(model, "lora.save"):
+        parallel = target.parallel
+        whole = lora if parallel is None else parallel.adapters.whole(target.module)
+        if whole is not None:
+            found.append((target, whole))
+    if found:
+        _write(model, found, Path(folder))
 
 
-def write(
-    model: nn.Module, found: Iterable[tuple[Target, ExpertsLora]], folder: str | Path
-) -> None:
-    """Write these adapters, each whole, of modules of `model`."""
-    folder = Path(folder)
+def _write(model: nn.Module, found: Iterable[tuple[Target, ExpertsLora]], folder: Path) -> None:
     tensors: dict[str, Tensor] = {}
     parameters = set()
     ranks, alphas = set(), set()
@@ -88,7 +93,8 @@ def write(
 
 
 def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Put the adapters that `save`, or PEFT, wrote to `folder` on the experts of `model`.
+    """Put the adapters that `save`, or PEFT, wrote to `folder` on the experts of `model`; where
+    `tmoe.parallel` divided them, this rank's part.
 
     Returns:
         The names of the modules of experts that have adapters now.
@@ -117,6 +123,8 @@ def load(model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.flo
         assert target.lora is not None
         for name, (a, b) in read.items():
             pair: Any = target.lora._modules[name]
+            if target.parallel is not None:
+                a, b = target.parallel.adapters.own(target.module, name, a, b)
             with torch.no_grad():
                 pair.lora_A.copy_(a)
                 pair.lora_B.copy_(b)
@@ -153,7 +161,7 @@ def _take(
         found = dict(zip(target.weights, keys, strict=True))
     elif f"{keys[1]}.lora_A.weight" in tensors:  # one of the two, and its size says which
         rows = tensors[f"{keys[1]}.lora_B.weight"].shape[0]
-        outputs = [target.sizes(name)[2 if target.swapped else 1] for name in target.weights]
+        outputs = [target.whole_sizes(name)[2 if target.swapped else 1] for name in target.weights]
         fits = rows in outputs and outputs[0] != outputs[1]
         expect(fits, op, "folder", f"rows of {keys[1]}.lora_B among {outputs}", rows)
         found = {target.weights[outputs.index(rows)]: keys[1]}
@@ -161,7 +169,7 @@ def _take(
         return {}
     read = {}
     for name, key in found.items():
-        E, N, D = target.sizes(name)
+        E, N, D = target.whole_sizes(name)
         if target.swapped:
             N, D = D, N
         a, b = (tensors.pop(f"{key}.lora_{part}.weight") for part in "AB")

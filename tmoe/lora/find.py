@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,13 +12,6 @@ from ..checks import expect, expect_type
 from ..integrations.transformers.quantized import PARALLEL
 from ..nn import Experts
 from ..nn.lora import LORA, ExpertsLora
-
-# What can't be done to a part of the experts, and what can.
-WHOLE = {
-    "lora.add": "one with all experts: add adapters first, tmoe.parallel divides them too",
-    "lora.load": "one with all experts: load adapters first, tmoe.parallel divides them too",
-    "lora.save": "one with all experts: tmoe.parallel.save_adapters writes those of all ranks",
-}
 
 
 class Target(NamedTuple):
@@ -43,6 +36,21 @@ class Target(NamedTuple):
         lora = getattr(self.module, LORA, None)
         return lora if isinstance(lora, ExpertsLora) else None
 
+    @property
+    def parallel(self) -> Any:
+        """How `tmoe.parallel` divided the experts; None if it didn't."""
+        module: Any = self.module
+        return vars(module).get(PARALLEL) or getattr(module, "parallel", None)
+
+    def whole_sizes(self, weight: str) -> tuple[int, int, int]:
+        """`sizes` of all experts, with their whole width, of which this rank may have a part."""
+        E, N, D = self.sizes(weight)
+        parallel, last = self.parallel, self.weights[1]
+        if parallel is None:
+            return E, N, D
+        E, I = parallel.placement.num_experts, parallel.words["intermediate_size"]
+        return (E, N, I) if weight == last else (E, N // self.sizes(last)[2] * I, D)
+
     def sizes(self, weight: str) -> tuple[int, int, int]:
         """(E, N, D) of that projection."""
         E, N, D = self.module.get_parameter(weight).shape
@@ -61,9 +69,6 @@ def targets(model: nn.Module, op: str) -> list[Target]:
     ]
     if "transformers" in sys.modules:
         found += _of_transformers(model, op)
-    for target in found if op in WHOLE else ():
-        divided = hasattr(target.module, "parallel") or PARALLEL in vars(target.module)
-        expect(not divided, op, "model", WHOLE[op], f"{target.name}, divided by tmoe.parallel")
     wanted = "one with experts on tmoe: tmoe.MoE layers, or call tmoe.replace_moe(model) first"
     expect(bool(found), op, "model", wanted, type(model).__name__)
     return found

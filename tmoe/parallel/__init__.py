@@ -1,10 +1,10 @@
 """Layers over several devices, with `torch.distributed`: where experts are, and who sends what."""
 
-from .adapters import save_adapters
 from .balance import balance, balance_groups
 from .choose import ExchangeDecision
-from .expert_parallel import ExpertParallel, fixed_tokens
+from .expert_parallel import ExpertParallel
 from .faults import RankLostError, RankMismatchError
+from .fixed import fixed_tokens
 from .layout import Layout
 from .load import from_pretrained
 from .parallelize import parallelize
@@ -26,5 +26,4 @@ __all__ = [
     "from_pretrained",
     "parallelize",
     "rebalance",
-    "save_adapters",
 ]

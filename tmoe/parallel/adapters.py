@@ -1,50 +1,72 @@
-"""Adapters of experts that several ranks share, put together: `save_adapters`."""
+"""Adapters of experts that several ranks share: begun alike, cut from whole ones, put together.
+
+`tmoe.lora` asks for these where it meets experts that are divided. Each takes the experts' module.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks import expect, expect_type
-from ..lora.files import write
-from ..lora.find import adapted
 from ..nn.lora import LORA, ExpertsLora, LoraPair
-from .expert_layers import ExpertsLayer, divided_layers
-from .expert_parallel import ExpertParallel
+from .expert_layers import ExpertsLayer, Share, divided_layers
+from .faults import said_by_all
 from .groups import naming
 
-OP = "save_adapters"
+_numbers: dict[Any, int] = {}  # how often a group's ranks have begun adapters
 
 
-def save_adapters(model: nn.Module, folder: str | Path) -> None:
-    """`tmoe.lora.save` for a model that `parallelize` divided: the adapters of all ranks in one
-    folder, as one rank would have written them. All ranks of the mesh call it; of each group of
-    ranks that share experts the first one writes.
+def begin(module: nn.Module) -> None:
+    """Fill new adapters so that copies of an expert, and ranks that divide its width, begin alike.
+    A collective."""
+    layer, parallel = _divided(module)
+    everyone, seed = parallel.layout.everyone, int(torch.randint(1 << 62, ()))
+    if everyone.handle is not None:
+        number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
+        said = said_by_all(
+            everyone.handle, everyone.ranks, everyone.rank, f"adapters/{number}",
+            f"beginning adapters of {parallel.words['layer']}", {"seed": seed},
+        )  # fmt: skip
+        seed = said[0]["seed"]
+    share = _share(layer, parallel)
+    for name, pair in layer.pairs.items():
+        inputs = parallel.words["hidden_size" if name == layer.first else "intermediate_size"]
+        bound = 1 / math.sqrt(inputs)
+        experts = []
+        for e in share.held:
+            text = repr((seed, parallel.words["layer"], name, e)).encode()
+            random = torch.Generator().manual_seed(int(hashlib.sha256(text).hexdigest()[:15], 16))
+            experts.append((2 * torch.rand(pair.rank, inputs, generator=random) - 1) * bound)
+        with torch.no_grad():
+            pair.lora_A.copy_(share.cut(f"{LORA}.{name}.lora_A", torch.stack(experts)))
 
-    Raises:
-        ValueError: a model without divided experts, or without adapters.
-        RankLostError: a rank is gone.
-    """
-    expect_type(model, nn.Module, OP, "model")
-    layers = divided_layers(model)
-    expect(bool(layers), OP, "model", "one with layers that parallelize made", type(model).__name__)
-    found = []
-    for target, _ in adapted(model, OP):
-        layer, parallel = layers[target.name]
-        everyone, mine = parallel.layout.everyone, Part.of(layer, parallel)
-        every: list[Any] | None = [mine]
-        if everyone.handle is not None:
-            every = [None] * everyone.size if everyone.rank == 0 else None
-            with naming(everyone, f"gathering the adapters of {layer.words['layer']}"):
-                dist.gather_object(mine, every, dst=everyone.ranks[0], group=everyone.handle)
-        if every is not None:
-            found.append((target, _whole(layer, parallel, every)))
-    if found:
-        write(model, found, folder)
+
+def own(module: nn.Module, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a projection's factors for all experts, (E, rank, D) and (E, N, rank), this rank's."""
+    share = _share(*_divided(module))
+    of = {"A": a, "B": b}
+    return tuple(  # type: ignore[return-value]
+        share.cut(f"{LORA}.{name}.lora_{which}", factor[list(share.held)])
+        for which, factor in of.items()
+    )
+
+
+def whole(module: nn.Module) -> ExpertsLora | None:
+    """Those of all experts, on the first of the ranks that share them; None on the others. A
+    collective."""
+    layer, parallel = _divided(module)
+    everyone, mine = parallel.layout.everyone, Part.of(layer, parallel)
+    every: list[Any] | None = [mine]
+    if everyone.handle is not None:
+        every = [None] * everyone.size if everyone.rank == 0 else None
+        with naming(everyone, f"gathering the adapters of {parallel.words['layer']}"):
+            dist.gather_object(mine, every, dst=everyone.ranks[0], group=everyone.handle)
+    return None if every is None else _whole(layer, parallel, every)
 
 
 class Part(NamedTuple):
@@ -55,13 +77,24 @@ class Part(NamedTuple):
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, layer: ExpertsLayer, parallel: ExpertParallel) -> Part:
+    def of(cls, layer: ExpertsLayer, parallel: Any) -> Part:
         layout = parallel.layout
         tensors = {n: layer.module.get_parameter(n).detach().cpu() for n in layer.adapters}
         return cls(layout.width.rank, layout.experts.rank, tensors)
 
 
-def _whole(layer: ExpertsLayer, parallel: ExpertParallel, every: list[Part]) -> ExpertsLora:
+def _divided(module: nn.Module) -> tuple[ExpertsLayer, Any]:
+    ((layer, parallel),) = divided_layers(module).values()
+    return layer, parallel
+
+
+def _share(layer: ExpertsLayer, parallel: Any) -> Share:
+    held = parallel.placement.ranks[parallel.layout.experts.rank]
+    I = parallel.words["intermediate_size"]
+    return Share(layer, parallel.placement.num_experts, held, parallel.part, I)
+
+
+def _whole(layer: ExpertsLayer, parallel: Any, every: list[Part]) -> ExpertsLora:
     """Every expert once, with its whole width."""
     pairs, placement = {}, parallel.placement
     for name, mine in layer.pairs.items():

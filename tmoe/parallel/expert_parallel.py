@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
 from ..dispatch.problem import token_bucket
 from ..low_rank import LowRank
 from ..options import current
 from ..version import __version__
+from . import adapters
 from .agreement import Agreement, Call
 from .all_gather import AllGather
 from .all_to_all import AllToAll
@@ -24,40 +22,12 @@ from .beside import Beside
 from .choose import ExchangeDecision, ExchangeProblem, choose
 from .codes import Codes, codes_for, needs_gradients
 from .copies import sum_gradients
+from .fixed import Fixed, fixed_now
 from .layout import Layout
 from .local import LocalExperts
 from .peers import peers_of
 from .placement import Placement
 from .symmetric_memory import SymmetricMemory, verify
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    capacity: int | None
-
-
-_fixed: ContextVar[Fixed | None] = ContextVar("tmoe_parallel_fixed", default=None)
-
-
-@contextmanager
-def fixed_tokens(capacity: int | None = None) -> Iterator[None]:
-    """Inside, every rank brings the same number of tokens to a call, as a decoder that pads does.
-
-    Then nothing has to be asked before tokens are sent, the host doesn't wait for the device, and a
-    CUDA graph captures the call, after one call outside of it. Pad with ids of -1.
-
-    `capacity`: of the all-to-all, rows for each rank; None: as many as there are tokens, with which
-    none can be left out. With fewer, what doesn't fit contributes nothing and is counted:
-    ``layer.experts.parallel.num_dropped()``.
-    """
-    if capacity is not None:
-        expect_type(capacity, int, "fixed_tokens", "capacity")
-        expect(capacity >= 1, "fixed_tokens", "capacity", "at least 1", capacity)
-    token = _fixed.set(Fixed(capacity))
-    try:
-        yield
-    finally:
-        _fixed.reset(token)
 
 
 class ExpertParallel:
@@ -69,6 +39,7 @@ class ExpertParallel:
         exchange: the name of the exchange to use; None: the one that should be fastest.
         sums: in which dtype the partial sums of an all-to-all come back; None: float32. They are
             added up in float32 in any case.
+        part: where this rank's part of the width begins and ends.
         overlap: whether a shared expert has a stream of its own on a GPU; True.
         words: what else all ranks have to agree on: name, sizes, scheme of the layer.
     """
@@ -80,8 +51,10 @@ class ExpertParallel:
         exchange: str | None,
         words: dict[str, Any],
         sums: torch.dtype | None = None,
+        part: tuple[int, int] = (0, 0),
     ) -> None:
         self.layout, self.placement, self.exchange, self.sums = layout, placement, exchange, sums
+        self.part = part
         self.words = {
             **words, **layout.words, "placement": placement.fingerprint,
             "exchange": exchange or "chosen", "sums": str(sums or "float32"),
@@ -119,7 +92,7 @@ class ExpertParallel:
         weights = topk_weights.to(wide(x.dtype))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.captured = True
-        fixed, slot_by_slot = _fixed.get(), current().deterministic
+        fixed, slot_by_slot = fixed_now(), current().deterministic
         sent = needs_gradients(x, weights)
         trained = trained and torch.is_grad_enabled()
         gradients = sent or trained
@@ -173,6 +146,11 @@ class ExpertParallel:
         copies on other ranks."""
         return sum_gradients(weight, self.placement, self.layout.experts)
 
+    @property
+    def adapters(self) -> ModuleType:
+        """What `tmoe.lora` does with a module's adapters: `begin`, `own`, `whole`."""
+        return adapters
+
     def adapter(self, lora: LowRank | None, *, first: bool) -> LowRank | None:
         """That of a projection, likewise: of its two factors the width divides one, and ranks that
         divide the width have the other in common."""
@@ -198,7 +176,7 @@ class ExpertParallel:
     def problem(
         self, x: Tensor, top_k: int, most_tokens: int, codes: Codes | None, gradients: bool
     ) -> ExchangeProblem:
-        layout, fixed, H = self.layout, _fixed.get(), x.shape[1]
+        layout, fixed, H = self.layout, fixed_now(), x.shape[1]
         return ExchangeProblem(
             token_bucket(most_tokens),
             H,
@@ -248,7 +226,7 @@ class ExpertParallel:
 
     def _room(self, most: int) -> int:
         """Rows for each rank: the fullest share's, or the capacity."""
-        everything, fixed = -(-most // self.layout.shares.size), _fixed.get()
+        everything, fixed = -(-most // self.layout.shares.size), fixed_now()
         if fixed is None or fixed.capacity is None:
             return everything
         return min(fixed.capacity, everything)

@@ -109,7 +109,7 @@ def divide(
         held, part = placements[name].ranks[layout.experts.rank], parts[name][layout.width.rank]
         shares[name] = layer.share(held, part)
         layer.keep(shares[name])
-        parallel = ExpertParallel(layout, placements[name], exchange, words, sums)
+        parallel = ExpertParallel(layout, placements[name], exchange, words, sums, part)
         if isinstance(layer.module, Experts):
             layer.module.__class__ = ParallelExperts
             layer.module.parallel = parallel  # type: ignore[assignment]
