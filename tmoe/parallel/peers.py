@@ -89,7 +89,7 @@ class Peers:
             buffer = allocate(self.group, size, device)
         except RuntimeError as found:  # the driver, or torch's store
             error = str(found).partition("\n")[0]
-        self._agree(f"buffer/{what}/{len(held)}", error)
+        self._agree(error)
         assert buffer is not None
         held.append(buffer)
         return buffer
@@ -103,13 +103,10 @@ class Peers:
             now.wait_stream(self._stream)
         self._stream = now
 
-    def _agree(self, number: str, error: str) -> None:
+    def _agree(self, error: str) -> None:
         """RuntimeError on all ranks if one has an error."""
         every = self.everyone
-        said = said_by_all(
-            every.handle, every.ranks, every.rank, f"peers/{number}", "room for messages in memory",
-            {"error": error},
-        )  # fmt: skip
+        said = _said(every, "room for messages in memory", {"error": error})
         failed = [f"rank {r}: {one['error']}" for r, one in zip(every.ranks, said, strict=True)
                   if one["error"]]  # fmt: skip
         if failed:
@@ -117,6 +114,7 @@ class Peers:
 
 
 _known: dict[Any, Peers] = {}
+_numbers: dict[Any, int] = {}  # how often a group's ranks have told each other something here
 
 
 def peers_of(group: Group, everyone: Group) -> Peers:
@@ -159,14 +157,18 @@ def _why_not_there(group: Group, everyone: Group, reason: str) -> str:
     device, count = torch.cuda.current_device(), torch.cuda.device_count()
     sees = [d for d in range(count)
             if d != device and torch.cuda.can_device_access_peer(device, d)]  # fmt: skip
-    said = said_by_all(
-        everyone.handle, everyone.ranks, everyone.rank, "peers", "experts over peers' memory",
-        {
-            "reason": reason, "host": socket.gethostname(), "device": device, "sees": sees,
-            "group": group.ranks,
-        },
+    mine = {
+        "reason": reason, "host": socket.gethostname(), "device": device, "sees": sees,
+        "group": group.ranks,
+    }  # fmt: skip
+    return unlinked(everyone.ranks, _said(everyone, "what GPUs see of each other", mine))
+
+
+def _said(everyone: Group, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
+    return said_by_all(
+        everyone.handle, everyone.ranks, everyone.rank, f"peers/{number}", what, mine
     )  # fmt: skip
-    return unlinked(everyone.ranks, said)
 
 
 def unlinked(ranks: Sequence[int], said: Sequence[dict[str, Any]]) -> str:

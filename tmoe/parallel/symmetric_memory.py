@@ -7,7 +7,7 @@
     add up        as all-to-all does
 
 Every rank has `capacity` rows in the buffer of each other one, so nothing is asked beforehand and
-nothing depends on the data: the host never waits, and a CUDA graph captures it. Of those rows only
+nothing depends on the data: the host needn't wait, and a CUDA graph captures it. Of those rows only
 the ones in use are sent. They stand in the same order as all-to-all's of that capacity, so the
 results are the same bits. It has no gradients.
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from . import autograd, groups
 from .all_to_all import AllToAll
 from .exchange_steps import push_rows
+from .faults import RankLostError
 from .layout import Layout
 from .local import Rows
 from .messages import ALIGNED, Tokens, as_bytes, routes_at, views
@@ -106,6 +107,8 @@ def verify(
     right = result(AllToAll(layout, placement, **how))  # type: ignore[arg-type]
     try:
         found = result(SymmetricMemory(layout, placement, peers, **how))  # type: ignore[arg-type]
+    except RankLostError:
+        raise
     except RuntimeError as error:
         reason = f"no memory that other ranks can write: {error}"
     else:
