@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import tmoe
 from tests.parallel import cases
@@ -182,7 +181,3 @@ def multicast(rank: int) -> list[str | None]:
             found.append(os.environ[_NO_MULTICAST])
         found.append(os.environ.pop(_NO_MULTICAST, None))
     return found
-
-
-def barrier(rank: int) -> None:
-    dist.barrier()
