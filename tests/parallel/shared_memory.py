@@ -34,9 +34,16 @@ def allocate(group: Group, size: int, device: torch.device) -> peers.Buffer:
     ]
     dist.barrier(group.handle)
     os.remove(mine)
-    handle = SimpleNamespace(barrier=lambda channel, wait_ms: dist.barrier(group.handle))
+
+    def barrier(channel: int, wait_ms: int) -> None:
+        said: list[Any] = [None] * group.size
+        dist.all_gather_object(said, channel, group=group.handle)
+        if len(set(said)) > 1:
+            raise TimeoutError(f"ranks wait at {said}")
+
     addresses = torch.tensor([buffer.data_ptr() for buffer in every])
-    return peers.Buffer(every, every[group.rank], addresses, handle, 0)
+    handle = SimpleNamespace(barrier=barrier)
+    return peers.Buffer(every, every[group.rank], addresses, handle, 0, 256)
 
 
 @contextmanager

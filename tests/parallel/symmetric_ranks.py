@@ -168,6 +168,22 @@ def unverified(rank: int) -> str:
     return ""
 
 
+@torch.no_grad()
+def mixed_up(rank: int) -> str:
+    """Calls of two kinds, on which ranks agreed, and then each rank takes another one."""
+    case = Case("", (2,), ("x",), (6, 6), ep="x", dp="x", grads=False)
+    with shared_memory(), fixed_tokens():
+        layer = spread(replace(case, exchange=NAME), make_whole(case))
+        x = tokens_of(case)[rank]
+        for tokens in (6, 4):
+            layer(x[:tokens])
+        try:
+            layer(x[: (6, 4)[rank]])
+        except TimeoutError as error:
+            return str(error)
+    return ""
+
+
 def multicast(rank: int) -> list[str | None]:
     """What torch is told while it maps memory, and what is left of that."""
     from tmoe.parallel.peers import _NO_MULTICAST, _without_multicast

@@ -118,6 +118,12 @@ def test_ranks_compare_or_none_does(two):
         assert "RankMismatchError" in said and "verify is true on rank 0 and false" in said
 
 
+def test_kinds_of_calls_do_not_meet(two):
+    """Both were compared once; mixed up they wait, and don't add up."""
+    for said in two.run(symmetric_ranks.mixed_up):
+        assert "ranks wait at" in said
+
+
 def test_multicast_is_switched_off_and_left_as_it_was(two):
     assert two.run(symmetric_ranks.multicast)[0] == ["1", None, "1", "0", "1", "1"]
 
@@ -153,9 +159,9 @@ def test_what_torch_is_asked_for(monkeypatch):
     symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
     asked = inspect.signature(symmetric.rendezvous)
     own, other = (torch.zeros(1 << 21, dtype=torch.uint8) for _ in range(2))
-    handle = SimpleNamespace(multicast_ptr=0, barrier=lambda channel, ms: waits.append(ms))
+    handle = SimpleNamespace(multicast_ptr=0, barrier=lambda *asked: waits.append(asked))
     handle.get_buffer = lambda rank, sizes, dtype: (other, own)[rank].view(dtype).view(sizes)
-    waits: list[int] = []
+    waits: list[tuple[int, int]] = []
 
     def empty(size, stride, dtype, device):
         assert (size, stride, dtype) == ((1 << 21,), (1,), torch.uint8)
@@ -168,14 +174,15 @@ def test_what_torch_is_asked_for(monkeypatch):
 
     told = symmetric._SymmetricMemory.empty_strided_p2p.__doc__
     assert "size" in told and "stride" in told and "dtype" in told and "device" in told
-    stand_in = SimpleNamespace(empty_strided_p2p=empty)
+    stand_in = SimpleNamespace(empty_strided_p2p=empty, signal_pad_size=9216)
     monkeypatch.setattr(symmetric, "_SymmetricMemory", stand_in)
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     monkeypatch.setattr(peers, "time_out", lambda handle: timedelta(seconds=7))
     group = Group("a group", (4, 5), 1)
     buffer = peers.allocate(group, 1 << 21, torch.device("cpu"))
-    buffer.barrier()
-    assert buffer.mine is own and waits == [7000] and buffer.all[0].data_ptr() == other.data_ptr()
+    buffer.barrier(1000)
+    assert buffer.mine is own and buffer.all[0].data_ptr() == other.data_ptr()
+    assert waits == [(1000, 7000)] and buffer.channels == 9216 / 4 / 2
     assert buffer.addresses.tolist() == [other.data_ptr(), own.data_ptr()]
     handle.multicast_ptr = 1
     with pytest.raises(RuntimeError, match="torch bound NVLink multicast, though it was told not"):

@@ -57,7 +57,7 @@ class Agreement:
         everyone = self.layout.everyone
         if everyone.handle is None:
             return x.shape[0]
-        mine = torch.tensor([[self._hash(call), x.shape[0]]], device=x.device)
+        mine = torch.tensor([[self.number(call), x.shape[0]]], device=x.device)
         said = groups.all_gather(mine, everyone, "asking for the number of tokens").tolist()
         if any(code != said[0][0] for code, _ in said):
             self._compare(call, "mismatch")
@@ -86,7 +86,8 @@ class Agreement:
         what = f"experts of {self.words.get('layer', 'a layer')}"
         agree(everyone.handle, everyone.ranks, everyone.rank, f"{why}/{number}", what, mine)
 
-    def _hash(self, call: Call) -> int:
+    def number(self, call: Call) -> int:
+        """Of a call of this layer; the same on ranks that are about to do the same."""
         if call not in self._hashes:
             text = json.dumps([self.words, call], sort_keys=True).encode()
             self._hashes[call] = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

@@ -120,7 +120,8 @@ class ExpertParallel:
             if chosen == "all_to_all":
                 exchange = AllToAll(self.layout, self.placement, **how)
             elif self._is_verified(problem, inputs, most, how):
-                exchange = SymmetricMemory(self.layout, self.placement, self._peers, **how)
+                kind = self._agreement.number(call) + most
+                exchange = SymmetricMemory(self.layout, self.placement, self._peers, kind, **how)
             else:  # it is out of the choice from now on
                 return self.run(
                     x, topk_weights, topk_ids, experts, beside, codes, trained=trained

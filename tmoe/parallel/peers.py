@@ -38,6 +38,7 @@ class Buffer:
         addresses: (P,) int64 on the device: where they begin.
         handle: torch's.
         wait_ms: how long a barrier waits for a rank.
+        channels: how many barriers there are.
     """
 
     all: Sequence[Tensor]
@@ -45,11 +46,13 @@ class Buffer:
     addresses: Tensor
     handle: Any
     wait_ms: int
+    channels: int
 
-    def barrier(self) -> None:
+    def barrier(self, kind: int) -> None:
         """What ranks wrote before it, all of them see after it. The stream waits, not the host. A
-        rank that doesn't come within the time-out is an error of the device."""
-        self.handle.barrier(0, self.wait_ms)
+        rank that doesn't come within the time-out is an error of the device; so is one that comes
+        with a call of another kind, by all odds, instead of a wrong sum."""
+        self.handle.barrier(kind % self.channels, self.wait_ms)
 
 
 @dataclass(eq=False)
@@ -142,7 +145,7 @@ def why_not_here(group: Group) -> str:
         return f"torch {torch.__version__} has no symmetric memory"
     import torch.distributed._symmetric_memory as symmetric
 
-    names = ("rendezvous", "_SymmetricMemory", "get_backend")
+    names = ("rendezvous", "_SymmetricMemory", "get_backend", "get_signal_pad_size")
     missing = [name for name in names if not hasattr(symmetric, name)]
     if missing:
         return f"the symmetric memory of torch {torch.__version__} has no {', '.join(missing)}"
@@ -209,7 +212,8 @@ def allocate(group: Group, size: int, device: torch.device) -> Buffer:
         raise RuntimeError("torch's symmetric memory isn't where torch says that it is")
     places = torch.tensor([buffer.data_ptr() for buffer in every], device=device)
     milliseconds = int(time_out(group.handle).total_seconds() * 1e3)
-    return Buffer(every, mine, places, handle, milliseconds)
+    channels = max(1, symmetric.get_signal_pad_size() // (4 * group.size))
+    return Buffer(every, mine, places, handle, milliseconds, channels)
 
 
 @contextmanager

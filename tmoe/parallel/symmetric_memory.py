@@ -44,11 +44,12 @@ class SymmetricMemory(AllToAll):
     """One call: `place` with a capacity, `begin`, then `end`."""
 
     def __init__(
-        self, layout: Layout, placement: Placement, peers: Peers, *, slot_by_slot: bool,
-        sums: torch.dtype,
+        self, layout: Layout, placement: Placement, peers: Peers, kind: int, *,
+        slot_by_slot: bool, sums: torch.dtype,
     ) -> None:  # fmt: skip
+        """`kind`: a number of what all ranks are about to do."""
         super().__init__(layout, placement, slot_by_slot=slot_by_slot, sums=sums)
-        self.peers = peers
+        self.peers, self.kind = peers, kind
 
     def _memory(self, rows: int, row_bytes: int) -> Tensor:
         device = self.parts.x.device
@@ -83,7 +84,7 @@ class SymmetricMemory(AllToAll):
             buffer.all, buffer.addresses, rows, slots, own=self.rank, capacity=capacity,
             start=start, row_bytes=row_bytes, tail=tail,
         )  # fmt: skip
-        buffer.barrier()
+        buffer.barrier(self.kind)
 
     def _needs_grad(self) -> bool:
         assert not super()._needs_grad(), "it has no gradients"
@@ -106,7 +107,7 @@ def verify(
 
     right = result(AllToAll(layout, placement, **how))  # type: ignore[arg-type]
     try:
-        found = result(SymmetricMemory(layout, placement, peers, **how))  # type: ignore[arg-type]
+        found = result(SymmetricMemory(layout, placement, peers, 0, **how))  # type: ignore[arg-type]
     except RankLostError:
         raise
     except RuntimeError as error:
