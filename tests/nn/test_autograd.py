@@ -18,6 +18,7 @@ import tmoe
 from tests.nn.layers import H, make_layer
 from tests.nn.plain import plain_moe
 from tests.nn.test_training import gradients
+from tmoe.library import operator
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_saved_tensors_go_through_their_hooks(layer):
 
 def test_selective_checkpointing(layer):
     """The experts' result is kept, all else is computed again."""
-    x, ours = torch.randn(24, H), torch.ops.tmoe.fused_experts_train.default
+    x, ours = torch.randn(24, H), operator("fused_experts_train")
     want, kept = gradients(layer, layer, x), []
 
     def policy(context, op, *args, **kwargs):

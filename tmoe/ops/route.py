@@ -19,8 +19,10 @@ from ..arguments import (
     needs_grad,
 )
 from ..checks import expect, expect_type
-from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
+from ..library import operator, with_shortcut
 from ..routing import Routing
+
+_ROUTE, _ROUTER = operator("route"), operator("router")
 
 
 @with_shortcut
@@ -87,7 +89,7 @@ def route(
     if weights_dtype is None:
         weights_dtype = torch.promote_types(logits.dtype, torch.float32)
     _check_dtypes(op, weights_dtype, ids_dtype)
-    weights, ids, probs, counts = torch.ops.tmoe.route.default(
+    weights, ids, probs, counts = _ROUTE(
         logits if logits.ndim == 2 else logits.reshape(-1, columns),
         bias,
         expert_scale,
@@ -199,7 +201,7 @@ def router(
     )
     weights_dtype = torch.float32 if weights_dtype is None else weights_dtype
     _check_dtypes(op, weights_dtype, ids_dtype)
-    return torch.ops.tmoe.router.default(
+    return _ROUTER(
         x, weight, linear_bias, bias, expert_scale, topk_ids, routing.json,
         weights_dtype, ids_dtype, False,
     )  # fmt: skip
