@@ -38,7 +38,7 @@ from tmoe.bench.reference import assert_matches, quantized
 from tmoe.bench.roofline import matmul_tflops
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.bench.timing import seconds_per_call
-from tmoe.demo.shapes import MoEShape, random_weights
+from tmoe.shapes import MoEShape, random_weights
 from tmoe.formats import SCHEMES
 from tmoe.kernels.backward_tiles import GradientTile, choose_backward_tiles, factor_gradient_tile
 from tmoe.kernels.frozen_gradient import frozen_gradient
