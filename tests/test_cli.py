@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,31 @@ def test_demo_that_finds_a_difference_exits_with_one(monkeypatch):
 
     monkeypatch.setattr(run, "run_demo", lambda *args, **kwargs: False)
     assert invoke("demo").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--device", "tpu", "--device must be cpu"),
+        ("--device", "cuda:99", "--device must be cpu"),
+        ("--out", __file__, "File exists"),
+    ],
+)
+def test_demo_refuses_what_it_cannot_use(option, value, said):
+    """Before the model is loaded."""
+    done = invoke("demo", option, value)
+    assert done.exit_code == 2 and said in " ".join(done.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize("command", ["explain", "tune", "quantize", "plan"])
+def test_help_wraps_paragraphs_as_a_whole(command, monkeypatch):
+    """On a terminal narrower than the lines of a docstring."""
+    monkeypatch.setenv("COLUMNS", "72")
+    shown = invoke(command, "--help").output
+    text = re.split("[╭┌+]", shown.partition("Usage")[2])[0].splitlines()[2:]
+    for line, following in pairwise(line.strip() for line in text):
+        if line and following:
+            assert len(line) + 1 + len(following.split()[0]) > 68, (line, following)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
@@ -189,6 +216,11 @@ def test_a_hint_where_flashinfer_cannot_build(monkeypatch):
     assert "finds no nvcc" in said
 
 
+def test_explain_takes_bf16_for_a_scheme():
+    plain, named = (invoke("explain", *LAYER, *more) for more in ([], ["--scheme", "bf16"]))
+    assert named.exit_code == 0 and named.stdout == plain.stdout
+
+
 def test_explain_names_the_backend_and_the_reasons():
     done = invoke("explain", *LAYER, "--tokens", "64", "--dtype", "bf16")
     assert done.exit_code == 0, done.output
@@ -237,6 +269,7 @@ def test_explain_flashinfer_elsewhere(gpu, version, scheme, said):
         (["--model", "mixtral"], "mixtral-8x7b"),
         (["--model", "olmoe", "--gpu", "TPU"], "H200"),
         (["--model", "olmoe", "--scheme", "fp9"], "nvfp4"),
+        (["--model", "olmoe", "--triton", "new"], "must be a version"),
         (["--model", "olmoe", "--experts", "4"], "at most --experts"),
     ],
 )

@@ -65,7 +65,9 @@ class Experts(nn.Module):
         names = ("num_experts", "hidden_size", "intermediate_size")
         expect_sizes("Experts", **dict(zip(names, sizes, strict=True)))
         expect_parameter_dtype("Experts", dtype)
-        takes_scales = scheme not in (None, "bf16") and Scheme.of(scheme, "Experts").takes_scales
+        takes_scales = False
+        if scheme not in (None, "bf16"):
+            takes_scales = Scheme.of(scheme, "Experts", or_bf16=True).takes_scales
         for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
             if scale is not None:
                 expect_type(scale, Tensor, "Experts", arg)

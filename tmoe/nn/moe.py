@@ -82,7 +82,7 @@ class MoE(nn.Module):
         expect_sizes("MoE", hidden_size=hidden_size, intermediate_size=intermediate_size)
         expect_parameter_dtype("MoE", dtype)
         if scheme not in (None, "bf16"):
-            Scheme.of(scheme, "MoE")
+            Scheme.of(scheme, "MoE", or_bf16=True)
         shared = shared_intermediate_size
         expect_type(shared, int, "MoE", "shared_intermediate_size")
         expect(shared >= 0, "MoE", "shared_intermediate_size", "at least 0", shared)

@@ -58,7 +58,7 @@ def replace_moe(
     if scheme in NOT_QUANTIZED:
         scheme = None
     if scheme is not None:
-        Scheme.of(scheme, "replace_moe")
+        Scheme.of(scheme, "replace_moe", or_bf16=True)
     register()
     from .switch import switch_all  # imports transformers
 
