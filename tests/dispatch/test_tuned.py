@@ -15,7 +15,7 @@ from tests.reference import fused_experts_ref, quantized
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.backends.triton_tiles import TABLE, tiles_name
 from tmoe.dispatch import measure
-from tmoe.dispatch.problem import ExpertsSpec, Machine
+from tmoe.dispatch.problem import ExpertsSpec, ExpertTensors, Machine
 from tmoe.dispatch.tuned import is_same, load_tuned, settings_key
 from tmoe.formats import SCHEMES
 from tmoe.kernels.tiles import LayerTiles, Tile
@@ -216,7 +216,8 @@ def test_a_backend_with_tuned_tiles_keeps_batches_out_of_them(launched, device):
     assert BEST in backend.settings
     with tmoe.options(batch_invariant=True):
         x, gate_up, down, w, ids = layer(device)
-        backend.fused_experts(x, gate_up, down, w, ids, None, None, ExpertsSpec(num_experts=E))
+        tensors = ExpertTensors(x, gate_up, down, w, ids)
+        backend.fused_experts(tensors, ExpertsSpec(num_experts=E))
     assert launched and LAYER_TILES.gate_up not in launched
 
 

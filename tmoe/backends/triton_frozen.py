@@ -40,7 +40,7 @@ from tmoe.kernels.tiles import Tile, frozen_gradient_tile
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import Adapters, ExpertsSpec, FrozenGradients, GemmGradients
+from ..dispatch.problem import Adapters, ExpertsSpec, ExpertTensors, FrozenGradients, GemmGradients
 from ..formats import QuantizedTensor
 from ..options import current
 from .triton_low_rank import through
@@ -49,13 +49,7 @@ from .triton_quantized import weight_scales
 
 def frozen_backward(
     dy: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    tensors: ExpertTensors,
     spec: ExpertsSpec,
     adapters: Adapters,
     hidden: Tensor,
@@ -64,6 +58,7 @@ def frozen_backward(
 ) -> FrozenGradients:
     """See `tmoe.dispatch.backend.Backend.frozen_backward`; `hidden` is what was kept;
     its gradient takes its place where that may be."""
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation = T * K, spec.activation
     quantized = isinstance(down_proj, QuantizedTensor)

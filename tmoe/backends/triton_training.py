@@ -37,19 +37,13 @@ from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import ExpertGradients, ExpertsSpec, GemmGradients
+from ..dispatch.problem import ExpertGradients, ExpertsSpec, ExpertTensors, GemmGradients
 from ..options import current
 
 
 def experts_backward(
     dy: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    tensors: ExpertTensors,
     spec: ExpertsSpec,
     kept: Tensor | None,
     wanted: ExpertGradients,
@@ -57,6 +51,7 @@ def experts_backward(
     sums: ExpertGradients,
 ) -> ExpertGradients:
     """See `tmoe.dispatch.backend.Backend.experts_backward`."""
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, columns, activation = T * K, gate_up_proj.shape[1], spec.activation
     tiles = _tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
