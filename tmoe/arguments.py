@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .checks import expect, expect_type
+from .checks import expect, expect_size, expect_tensor, expect_type
 from .formats import QuantizedTensor
 from .formats.scheme import SCHEMES as QUANTIZED
 from .formats.scheme import Scheme
@@ -24,8 +24,8 @@ SCHEMES = ("bf16",)  # of unquantised weights
 
 
 def expect_dtype(value: Any, op: str, arg: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise ``TypeError`` unless `value` is a tensor of one of `dtypes`."""
-    expect_type(value, Tensor, op, arg)
+    """Raise ``TypeError`` unless `value` is an ordinary tensor of one of `dtypes`."""
+    expect_tensor(value, op, arg)
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op}: {arg} must have dtype {names}, got {value.dtype}")
@@ -76,11 +76,10 @@ def expect_topk(
 
 def expect_window(op: str, first_expert: Any, num_experts: Any, num_local: int) -> int:
     """The global number of experts; raises unless it covers the local ones."""
-    expect_type(first_expert, int, op, "first_expert")
-    expect(first_expert >= 0, op, "first_expert", "at least 0", first_expert)
+    expect_size(first_expert, op, "first_expert", least=0)
     if num_experts is None:
         return first_expert + num_local
-    expect_type(num_experts, int, op, "num_experts")
+    expect_size(num_experts, op, "num_experts")
     if num_experts < first_expert + num_local:
         wanted = f"at least first_expert + E = {first_expert} + {num_local}"
         expect(False, op, "num_experts", wanted, num_experts)

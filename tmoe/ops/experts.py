@@ -107,7 +107,7 @@ def fused_experts(
         NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
     """
     op = "fused_experts"
-    activation = Activation.of(activation)
+    activation = Activation.of(activation, op)
     quantized = isinstance(gate_up_proj, QuantizedTensor) or isinstance(down_proj, QuantizedTensor)
     if quantized:
         expect_dtype(x, op, "x", FLOATS[:3])
@@ -239,6 +239,8 @@ def _expect_flags(op: str, activation: Activation, interleaved: Any, weight_on_i
 
 def _expect_out_dtype(op: str, out_dtype: Any, x: Tensor, out: Tensor | None) -> bool:
     """Whether the result is wider than x; raises for a dtype that it can't have."""
+    if out_dtype is not None:
+        expect_type(out_dtype, torch.dtype, op, "out_dtype")
     wide = out_dtype is not None and out_dtype != x.dtype
     if wide and (out_dtype != torch.float32 or x.dtype == torch.float64):
         wanted = f"None, x's {x.dtype}, or torch.float32 for 16 bits"

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..arguments import FLOATS, expect_dtype, expect_same_device
+from ..checks import expect, expect_size, expect_type
 from ..routing import Routing
 from .experts import fused_experts
 from .route import route
@@ -35,7 +36,15 @@ def moe(
     expect_type(routing, Routing, "moe", "routing")
     expect_type(weight_on_input, bool, "moe", "weight_on_input")
     E = routing.num_logits
-    expect(num_experts in (None, E), "moe", "num_experts", f"{E}, as in routing", num_experts)
+    if num_experts is not None:
+        expect_size(num_experts, "moe", "num_experts")
+        expect(num_experts == E, "moe", "num_experts", f"{E}, as in routing", num_experts)
+    expect_dtype(x, "moe", "x", FLOATS)
+    expect_dtype(logits, "moe", "logits", FLOATS)
+    expect_same_device("moe", {"x": x}, logits=logits)
+    if logits.shape[:-1] != x.shape[:-1] and logits.ndim != 2:
+        wanted = f"of x's leading sizes {tuple(x.shape[:-1])}, or (T, {E})"
+        expect(False, "moe", "logits", wanted, tuple(logits.shape))
     topk_weights, topk_ids = route(logits, routing, bias=bias, expert_scale=expert_scale)
     return fused_experts(
         x,

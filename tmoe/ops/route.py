@@ -76,6 +76,8 @@ def route(
     E, K, columns = routing.num_experts, routing.top_k, routing.num_logits
     ok = logits.ndim >= 1 and logits.shape[-1] == columns
     expect(ok, op, "logits", f"of shape (..., {columns})", tuple(logits.shape))
+    expect_type(return_probs, bool, op, "return_probs")
+    expect_type(return_counts, bool, op, "return_counts")
     lead = logits.shape[:-1]
     _check_route(
         op,

@@ -55,6 +55,8 @@ def replace_moe(
     """
     expect_type(model, nn.Module, "replace_moe", "model")
     expect_type(routers, bool, "replace_moe", "routers")
+    if scheme is not None:
+        expect_type(scheme, str, "replace_moe", "scheme")
     if scheme in NOT_QUANTIZED:
         scheme = None
     if scheme is not None:
