@@ -136,6 +136,7 @@ def test_doctor_writes_to_the_folder_it_is_given(tmp_path, monkeypatch):
 
 
 def test_doctor_on_a_read_only_home_and_a_flashinfer_that_breaks(tmp_path):
+    """EN01, EN03"""
     package = tmp_path / "site"
     (package / "flashinfer").mkdir(parents=True)
     (package / "flashinfer" / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -210,6 +211,7 @@ def test_hints(where, versions, said, monkeypatch, tmp_path):
 
 
 def test_a_hint_where_flashinfer_cannot_build(monkeypatch):
+    """EN04"""
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
     (said,) = doctor.hints({"numpy": "2.4.6", "flashinfer": "0.7.4"}, BLACKWELL)

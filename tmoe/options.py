@@ -20,7 +20,9 @@ class Options:
     Args:
         backend: the name of the one implementation to use; None lets the dispatcher choose.
         deterministic: the same bits in every run.
-        batch_invariant: a token's result doesn't depend on the other tokens of the call.
+        batch_invariant: a token's result doesn't depend on the other tokens of the call. Triton's
+            operations can do that, but for a dynamic scale of a whole matrix (fp8_tensor, nvfp4);
+            PyTorch's and FlashInfer's only routing and quantising. What can't, refuses.
         recompute: training keeps no (S, 2I) tensor from forward to backward, which multiplies by
             gate_up_proj once more instead.
         main_grad: the kernels add a weight's gradient to its attribute `main_grad`, Megatron's

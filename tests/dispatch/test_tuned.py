@@ -162,6 +162,7 @@ def test_a_wrong_result_is_never_stored(wrong, timed, device, monkeypatch):
 
 
 def test_tiles_that_fail_are_passed_over(timed, device, monkeypatch):
+    """HW05"""
     real = TritonBackend.fused_experts
 
     def faulty(self, *args, **more):
@@ -260,6 +261,7 @@ def test_a_name_that_means_nothing_is_a_miss(name, launched, device):
 
 
 def test_less_than_a_margin_is_noise(device):
+    """CG10"""
     know(device, {TABLE: 1.0, BEST: 0.99})
     assert load_tuned("triton", problem(device)).settings == ""
     know(device, {TABLE: 1.0, BEST: 0.97})
