@@ -40,7 +40,7 @@ from .routing import (  # noqa: E402
     unpack_topk,
     update_correction_bias,
 )
-from .version import __version__  # noqa: E402, F401
+from .version import __version__ as __version__  # noqa: E402
 
 if _TYPE_CHECKING:
     from . import integrations, lora

@@ -8,9 +8,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import registry
 from .checks import expect, expect_type
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Changes(TypedDict, total=False):
+        """The keywords of `options`, for type checkers and editors."""
+
+        backend: str | None
+        deterministic: bool
+        batch_invariant: bool
+        recompute: bool
+        main_grad: bool
+        verify: bool
+        cache_dir: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +84,7 @@ def current() -> Options:
 
 
 @contextmanager
-def options(**changes: str | bool | os.PathLike[str] | None) -> Iterator[Options]:
+def options(**changes: Unpack[Changes]) -> Iterator[Options]:
     """Change options inside a ``with`` block; what isn't named keeps the value that it has outside.
 
     Local to the thread and to the asyncio task. Raises ``TypeError`` for an unknown option and

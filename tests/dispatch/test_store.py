@@ -147,7 +147,7 @@ def writer(folder, name, count):
 
 
 def test_processes_lose_nothing_of_each_other(tmp_path):
-    """CG06: CG07: one folder, several writers at once."""
+    """CG06, CG07: one folder, several writers at once."""
     names = ("one", "two", "three", "four")
     writers = [writer(tmp_path, name, 20) for name in names]
     assert [process.wait(timeout=120) for process in writers] == [0, 0, 0, 0]

@@ -39,6 +39,12 @@ class Experts(nn.Module):
     Source: the experts classes of transformers, for example ``Qwen3MoeExperts``.
     """
 
+    gate_up_proj: nn.Parameter  # of a gated activation
+    gate_up_proj_bias: nn.Parameter | None
+    up_proj: nn.Parameter  # of another one
+    up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
     input_scale: Tensor | None
     hidden_scale: Tensor | None
 
