@@ -29,7 +29,6 @@ from tmoe.kernels.backward_tiles import (
 )
 from tmoe.kernels.bias_gradient import bias_gradient
 from tmoe.kernels.clear_tail import clear_tail
-from tmoe.kernels.combine import combine
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.frozen_gradient import frozen_gradient
 from tmoe.kernels.grouped_gemm import grouped_gemm
@@ -38,13 +37,13 @@ from tmoe.kernels.permute import permute
 from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.tiles import Tile, frozen_gradient_tile
 from tmoe.kernels.weight_gradient import weight_gradient
-from tmoe.kernels.weighted_combine import weighted_combine
 
 from ..dispatch.problem import Adapters, ExpertsSpec, ExpertTensors, FrozenGradients, GemmGradients
 from ..formats import QuantizedTensor
 from ..options import current
 from .triton_low_rank import through
 from .triton_quantized import weight_scales
+from .triton_training import input_gradients
 
 
 def frozen_backward(
@@ -134,18 +133,7 @@ def frozen_backward(
         return _finished(gradients, topk_weights)
     adapter = None if e1 is None or a1 is None else LowRankRows(e1, a1.transpose(1, 2))
     _along_rows(rows, d_hidden, gate_up_proj, order, tiles.d_rows, adapter=adapter)
-    d_x = x.new_empty(T, H) if wanted.x else None
-    if on_input is None:
-        assert d_x is not None
-        combine(rows, order.slot_to_row, d_x)
-    else:
-        dots = None
-        if wanted.topk_weights:
-            dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
-            gradients["topk_weights"] = dots
-        weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
-    if d_x is not None:
-        gradients["x"] = d_x
+    gradients |= input_gradients(rows, x, on_input, order, wanted)
     return _finished(gradients, topk_weights)
 
 

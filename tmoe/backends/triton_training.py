@@ -37,7 +37,13 @@ from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import ExpertGradients, ExpertsSpec, ExpertTensors, GemmGradients
+from ..dispatch.problem import (
+    ExpertGradients,
+    ExpertsSpec,
+    ExpertTensors,
+    FrozenGradients,
+    GemmGradients,
+)
 from ..options import current
 
 
@@ -100,18 +106,7 @@ def experts_backward(
     if needs.d_rows:
         assert d_hidden is not None and rows is not None
         grouped_gemm(rows, d_hidden, gate_up_proj.transpose(1, 2), order, tiles.d_rows)
-        d_x = x.new_empty(T, H) if wanted.x else None
-        if on_input is None:
-            assert d_x is not None
-            combine(rows, order.slot_to_row, d_x)
-        else:
-            dots = None
-            if wanted.topk_weights:
-                dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
-                gradients["topk_weights"] = dots
-            weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
-        if d_x is not None:
-            gradients["x"] = d_x
+        gradients |= input_gradients(rows, x, on_input, order, wanted)
     if wanted.topk_weights:
         gradients["topk_weights"] = gradients["topk_weights"].to(topk_weights.dtype)
 
@@ -135,6 +130,30 @@ def experts_backward(
         found = _weight_gradient(gate_up_proj, sums.gate_up_proj, d_hidden, right, order, tiles)
         gradients["gate_up_proj"] = found
     return ExpertGradients(**gradients)
+
+
+def input_gradients(
+    rows: Tensor,
+    x: Tensor,
+    on_input: Tensor | None,
+    order: SortedTokens,
+    wanted: ExpertGradients | FrozenGradients,
+) -> dict[str, Tensor]:
+    """Of x and, where they multiplied it, of the routing weights, as far as they are wanted.
+    `rows` are what the first projection's inputs get."""
+    slots, d_x = order.slot_to_row, x.new_empty(x.shape) if wanted.x else None
+    found = {} if d_x is None else {"x": d_x}
+    if on_input is None:
+        assert d_x is not None
+        combine(rows, slots, d_x)
+        return found
+    dots = None
+    if wanted.topk_weights:
+        dots = found["topk_weights"] = torch.empty(
+            slots.shape, dtype=torch.float32, device=x.device
+        )
+    weighted_combine(rows, x, on_input, slots, out=d_x, dots=dots)
+    return found
 
 
 class _Needs:
