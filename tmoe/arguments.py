@@ -7,6 +7,7 @@ when a check has failed.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -222,6 +223,13 @@ def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
 def autocast_is_on(device_type: str) -> bool:
     """Whether autocast is on; there is none for tensors on meta, and to ask would raise."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """What was cast as autocast does, or is to stay as it is, is computed with as it is."""
+    if autocast_is_on(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

@@ -143,6 +143,18 @@ def test_dtype_moves_convert_all_but_the_correction_bias():
     assert layer(torch.randn(3, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_meta_tensors_go_through(training):
+    """Shapes without numbers, as tools that count memory or operations want them."""
+    layer = make_layer("gated-shared", device="meta").train(training)
+    with torch.set_grad_enabled(training):
+        y = layer(torch.empty(2, 3, layer.hidden_size, device="meta"))
+    assert y.is_meta and y.shape == (2, 3, layer.hidden_size)
+    if training:
+        y.sum().backward()
+        assert layer.experts.down_proj.grad.is_meta and layer.gate.weight.grad.is_meta
+
+
 def test_meta_device_then_reset():
     layer = make_layer("deepseek", device="meta", dtype=torch.bfloat16)
     assert all(t.is_meta for t in layer.state_dict().values())

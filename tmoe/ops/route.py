@@ -12,6 +12,7 @@ from ..arguments import (
     FLOATS,
     INTS,
     autocast,
+    autocast_off,
     expect_alike,
     expect_dtype,
     expect_optional,
@@ -191,7 +192,7 @@ def router(
     elif linear_bias is not None:
         linear_bias = linear_bias.float()
     if needs_grad(x, weight, linear_bias, expert_scale) or x.dtype == torch.float64:
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x.device.type):
             logits = F.linear(x.to(weight.dtype), weight, linear_bias)
         weights, ids = route(
             logits, routing, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids,
