@@ -44,6 +44,7 @@ from ..dispatch.problem import (
     FrozenGradients,
     GemmGradients,
 )
+from ..formats import QuantizedTensor
 from ..options import current
 
 
@@ -60,14 +61,14 @@ def experts_backward(
     x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, columns, activation = T * K, gate_up_proj.shape[1], spec.activation
-    tiles = _tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
+    tiles = backward_tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     order = sort_tokens(
         topk_ids,
         num_experts=E,
         first_expert=spec.first_expert,
         block_m=tiles.d_activated.block_m,
     )
-    dy, weights = _with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
+    dy, weights = with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     needs = _Needs(wanted, spec.weight_on_input)
     gradients: dict[str, Any] = {}
@@ -179,8 +180,8 @@ def grouped_gemm_backward(
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend.grouped_gemm_backward`."""
     (S, D), E = a.shape, b.shape[0]
-    tiles = _tiles(a, (b,), S / E, min(b.shape[1:]))
-    dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
+    tiles = backward_tiles(a, (b,), S / E, min(b.shape[1:]))
+    dy, expert_offsets = with_unit_stride(dy), expert_offsets.contiguous()
     order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
     gradients: dict[str, Any] = {}
     if wanted.a:
@@ -210,7 +211,7 @@ def _weight_gradient(
     return None
 
 
-def _tiles(
+def backward_tiles(
     x: Tensor, weights: tuple[Tensor, ...], rows_per_expert: float, intermediate: int
 ) -> BackwardTiles:
     return choose_backward_tiles(
@@ -218,11 +219,11 @@ def _tiles(
         x.dtype,
         rows_per_expert=rows_per_expert,
         intermediate=intermediate,
-        described=all(can_describe(w) for w in weights),
+        described=all(not isinstance(w, QuantizedTensor) and can_describe(w) for w in weights),
         batch_invariant=current().batch_invariant,
     )
 
 
-def _with_unit_stride(rows: Tensor) -> Tensor:
+def with_unit_stride(rows: Tensor) -> Tensor:
     """A gradient may be one number, expanded."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
