@@ -26,7 +26,7 @@ from tmoe.bench.shapes import (
     TINY,
 )
 from tmoe.bench.timing import ROUNDS, DeviceTimer, one_call_at_a_time, round_on_gpu
-from tmoe.demo.shapes import MoEShape, random_weights
+from tmoe.shapes import MoEShape, random_weights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

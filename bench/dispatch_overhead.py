@@ -16,13 +16,9 @@ from rich.table import Table
 
 import tmoe
 from tmoe.dispatch import prepared
-from tmoe.library.experts import (
-    _experts_facts,
-    _plain_weights,
-    _quantized_facts,
-    _quantized_weights,
-)
+from tmoe.library.experts import experts_facts, plain_weights
 from tmoe.library.operation import _choose
+from tmoe.library.quantized_experts import quantized_facts, quantized_weights
 from tmoe.options import current
 
 E, K, H, I, T = 8, 2, 64, 32, 4
@@ -37,8 +33,8 @@ def overheads(calls: int = 20000) -> Iterator[tuple[str, bool, float]]:
     plain = (x, *weights, *topk, None, None, *SPEC)
     fp4 = (x, *parts, *topk, None, None, None, None, "nvfp4_a16", "nvfp4", 0, *SPEC)
     for scheme, arguments, facts, weights_of in (
-        ("bf16", plain, _experts_facts, _plain_weights),
-        ("nvfp4_a16", fp4, _quantized_facts, _quantized_weights),
+        ("bf16", plain, experts_facts, plain_weights),
+        ("nvfp4_a16", fp4, quantized_facts, quantized_weights),
     ):
         for held in (False, True):
             if held:

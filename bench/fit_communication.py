@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from tmoe.bench.shapes import SHAPES
-from tmoe.demo.shapes import MoEShape
 from tmoe.parallel.communication_model import CONSTANTS, OPERATIONS, Cluster, gpu_named
 from tmoe.plan.layouts import BACK, row_bytes
+from tmoe.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "bench" / "results" / "deepep_published.json"

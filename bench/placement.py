@@ -25,12 +25,12 @@ import tmoe
 from bench.parallel import build, graph_us
 from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, ZIPF
-from tmoe.demo.shapes import MoEShape
 from tmoe.parallel import Placement, balance, fixed_tokens, parallelize, rebalance
 from tmoe.parallel.balance import rank_loads
 from tmoe.parallel.expert_layers import divided_layers
 from tmoe.parallel.rebalance import slots_of_layer
 from tmoe.plan.gain import busiest_us
+from tmoe.shapes import MoEShape
 
 CALLS = 4
 Inputs = tuple[Tensor, Tensor, Tensor]  # x, weights, ids

@@ -16,8 +16,8 @@ import torch
 
 from tmoe.bench.run import Results, Selection, measure
 from tmoe.bench.shapes import ALL_TOKENS, GPU_SHAPES, GPU_TOKENS, SHAPES
-from tmoe.demo.shapes import MoEShape
 from tmoe.formats import SCHEMES
+from tmoe.shapes import MoEShape
 
 SECONDS = 450
 OTHERS = ("qwen3-235b-a22b", "glm-4.5", "gpt-oss-20b", "kimi-k2", "deepseek-v3", "llama4-maverick")

@@ -32,7 +32,7 @@ from tmoe.bench.peers import TRAINING_PEERS, Missing
 from tmoe.bench.roofline import matmul_tflops
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.bench.timing import seconds_per_call, seconds_per_queued_call
-from tmoe.demo.shapes import MoEShape, random_weights
+from tmoe.shapes import MoEShape, random_weights
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3-ep8", "mixtral-8x7b")
 TOKENS = (4096, 8192, 16384, 32768)

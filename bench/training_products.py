@@ -38,7 +38,6 @@ from tmoe.bench.reference import assert_matches, quantized
 from tmoe.bench.roofline import matmul_tflops
 from tmoe.bench.shapes import SHAPES, routed_inputs
 from tmoe.bench.timing import seconds_per_call
-from tmoe.demo.shapes import MoEShape, random_weights
 from tmoe.formats import SCHEMES
 from tmoe.kernels.backward_tiles import GradientTile, choose_backward_tiles, factor_gradient_tile
 from tmoe.kernels.frozen_gradient import frozen_gradient
@@ -47,6 +46,7 @@ from tmoe.kernels.permute import permute
 from tmoe.kernels.sort import SortedTokens, sort_tokens
 from tmoe.kernels.tiles import Tile, choose_tiles, frozen_gradient_tile, low_rank_tile
 from tmoe.kernels.weight_gradient import weight_gradient
+from tmoe.shapes import MoEShape, random_weights
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 AnyTile = Tile | GradientTile

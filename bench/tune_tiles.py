@@ -30,10 +30,10 @@ from bench.tile_candidates import candidates
 from tmoe.bench.cases import num_inputs, with_backend
 from tmoe.bench.reference import check_experts, check_quantized_experts, quantized
 from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, SHAPES, routed_inputs
-from tmoe.demo.shapes import MoEShape, random_weights
 from tmoe.demo.timing import median_ms
 from tmoe.formats import SCHEMES
 from tmoe.kernels.tiles import LayerTiles, Tile
+from tmoe.shapes import MoEShape, random_weights
 
 Time = tuple[float, LayerTiles | None]  # microseconds; None: as chosen now
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tmoe
 from tmoe import registry
 from tmoe.backends.triton_backend import TritonBackend
+from tmoe.library import operator
 from tmoe.library.operation import Operation
 
 E, K, H, I, T = 4, 2, 16, 8, 5
@@ -36,23 +37,23 @@ def test_opcheck_of_the_training_forward():
         a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments()
     ]
-    torch.library.opcheck(torch.ops.tmoe.fused_experts_train.default, args)
+    torch.library.opcheck(operator("fused_experts_train"), args)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_opcheck_of_the_backward(kept, backend):
     args = arguments()
-    y, hidden = torch.ops.tmoe.fused_experts_train.default(*args)
+    y, hidden = operator("fused_experts_train")(*args)
     hidden = hidden if kept else hidden.new_empty(0)
-    backward = torch.ops.tmoe.fused_experts_backward.default
+    backward = operator("fused_experts_backward")
     torch.library.opcheck(backward, (torch.randn_like(y), *args, hidden, WANTED, backend, False))
 
 
 def test_opcheck_of_the_backward_of_grouped_gemm():
     args = gemm_arguments()
     dy, kept = torch.randn(6, I), torch.empty(0)
-    backward = torch.ops.tmoe.grouped_gemm_backward.default
+    backward = operator("grouped_gemm_backward")
     torch.library.opcheck(backward, (dy, *args, kept, [True, True, False], None, False))
 
 
@@ -62,7 +63,7 @@ def test_opcheck_of_the_routers_backward(backend):
     logits, ids = torch.randn(T, E), torch.rand(T, E).argsort(-1)[:, :K].int()
     args = (logits, None, None, ids, recipe, torch.float32, torch.int32, True, False)
     grads = [torch.randn(T, K), torch.randn(T, E)]
-    backward = torch.ops.tmoe.route_backward.default
+    backward = operator("route_backward")
     torch.library.opcheck(backward, (grads, *args, [True, False], backend))
 
 
@@ -70,11 +71,11 @@ def test_opcheck_of_the_routers_backward(backend):
 def test_opcheck_of_the_backward_that_writes(backend):
     """It says what it changes: the schema is compared with what was changed."""
     args = arguments()
-    y, kept = torch.ops.tmoe.fused_experts_train.default(*args)
+    y, kept = operator("fused_experts_train")(*args)
     dy, sums = torch.randn_like(y), [torch.randn(E, 2 * I, H)]
     tail = (WANTED, backend, False)
-    plain = torch.ops.tmoe.fused_experts_backward.default(dy, *args, kept, *tail)
-    writes = torch.ops.tmoe.fused_experts_backward_.default
+    plain = operator("fused_experts_backward")(dy, *args, kept, *tail)
+    writes = operator("fused_experts_backward_")
     checks = ("test_schema", "test_faketensor")  # it is never traced: see test_not_while_compiled
     given = (dy, *args, kept.clone(), sums, [1], *tail)
     torch.library.opcheck(writes, given, test_utils=checks)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,31 @@ def test_demo_that_finds_a_difference_exits_with_one(monkeypatch):
     assert invoke("demo").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--device", "tpu", "--device must be cpu"),
+        ("--device", "cuda:99", "--device must be cpu"),
+        ("--out", __file__, "File exists"),
+    ],
+)
+def test_demo_refuses_what_it_cannot_use(option, value, said):
+    """Before the model is loaded."""
+    done = invoke("demo", option, value)
+    assert done.exit_code == 2 and said in " ".join(done.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize("command", ["explain", "tune", "quantize", "plan"])
+def test_help_wraps_paragraphs_as_a_whole(command, monkeypatch):
+    """On a terminal narrower than the lines of a docstring."""
+    monkeypatch.setenv("COLUMNS", "72")
+    shown = invoke(command, "--help").output
+    text = re.split("[╭┌+]", shown.partition("Usage")[2])[0].splitlines()[2:]
+    for line, following in pairwise(line.strip() for line in text):
+        if line and following:
+            assert len(line) + 1 + len(following.split()[0]) > 68, (line, following)
+
+
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
 def test_demo_says_what_to_install(missing, tmp_path):
     done = python("-c", without(missing), "demo", "--bytes", "512", "--out", str(tmp_path))
@@ -109,6 +136,7 @@ def test_doctor_writes_to_the_folder_it_is_given(tmp_path, monkeypatch):
 
 
 def test_doctor_on_a_read_only_home_and_a_flashinfer_that_breaks(tmp_path):
+    """EN01, EN03"""
     package = tmp_path / "site"
     (package / "flashinfer").mkdir(parents=True)
     (package / "flashinfer" / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -183,10 +211,16 @@ def test_hints(where, versions, said, monkeypatch, tmp_path):
 
 
 def test_a_hint_where_flashinfer_cannot_build(monkeypatch):
+    """EN04"""
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
     (said,) = doctor.hints({"numpy": "2.4.6", "flashinfer": "0.7.4"}, BLACKWELL)
     assert "finds no nvcc" in said
+
+
+def test_explain_takes_bf16_for_a_scheme():
+    plain, named = (invoke("explain", *LAYER, *more) for more in ([], ["--scheme", "bf16"]))
+    assert named.exit_code == 0 and named.stdout == plain.stdout
 
 
 def test_explain_names_the_backend_and_the_reasons():
@@ -237,6 +271,7 @@ def test_explain_flashinfer_elsewhere(gpu, version, scheme, said):
         (["--model", "mixtral"], "mixtral-8x7b"),
         (["--model", "olmoe", "--gpu", "TPU"], "H200"),
         (["--model", "olmoe", "--scheme", "fp9"], "nvfp4"),
+        (["--model", "olmoe", "--triton", "new"], "must be a version"),
         (["--model", "olmoe", "--experts", "4"], "at most --experts"),
     ],
 )

@@ -14,6 +14,7 @@ from tests.reference import quantized
 from tmoe.formats import SCHEMES
 from tmoe.kernels.sort import sort_tokens
 from tmoe.kernels.spread_codes import spread_codes, spread_codes_ref
+from tmoe.library import operator
 
 E, T, K, H, I = 5, 9, 2, 160, 96
 CODED = [name for name, scheme in SCHEMES.items() if scheme.inputs]
@@ -97,7 +98,7 @@ def test_what_compilers_are_told_of_the_result(wide):
     args = (codes, scales, torch.bfloat16, gate_up.parts(), down.parts(), weights, ids, None, None,
             None, None, "fp8_block", "fp8_block", 1, "swiglu", 1.0, math.inf, False, False, 0, E,
             wide, False)  # fmt: skip
-    op = torch.ops.tmoe.coded_experts.default
+    op = operator("coded_experts")
     y = op(*args)
     with FakeTensorMode() as mode:
         told = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))

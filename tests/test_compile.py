@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tmoe
+from tmoe.library import operator
 from tmoe.options import current
 
 E, K, H, I = 6, 2, 16, 8
@@ -128,7 +129,7 @@ def test_export(strict):
         layer, (torch.randn(4, H),), dynamic_shapes=({0: tokens},), strict=strict
     )
     nodes = {node.target: node for node in program.graph.nodes if node.op == "call_function"}
-    needs_grad = nodes[torch.ops.tmoe.fused_experts.default].args[-1]
+    needs_grad = nodes[operator("fused_experts")].args[-1]
     assert needs_grad is False
     for T in (1, 9):
         x = torch.randn(T, H)
@@ -179,7 +180,7 @@ def test_opcheck(op, needs_grad):
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor) and arg.is_floating_point() and i != selection_bias:
                 arg.requires_grad_()
-    torch.library.opcheck(getattr(torch.ops.tmoe, op).default, (*args, needs_grad))
+    torch.library.opcheck(operator(op), (*args, needs_grad))
 
 
 def test_quantize_compiles():
@@ -200,7 +201,5 @@ def test_quantize_compiles():
 @pytest.mark.parametrize("op", ["fused_experts", "grouped_gemm", *QUANTIZED])
 def test_opcheck_of_the_out_variant(op):
     args = _samples()[op]
-    want = getattr(torch.ops.tmoe, op).default(*args, False)
-    torch.library.opcheck(
-        getattr(torch.ops.tmoe, f"{op}_out").default, (torch.zeros_like(want), *args)
-    )
+    want = operator(op)(*args, False)
+    torch.library.opcheck(operator(f"{op}_out"), (torch.zeros_like(want), *args))

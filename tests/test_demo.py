@@ -16,9 +16,9 @@ from tmoe.demo import heatmap, layer_table, text, train
 from tmoe.demo.checkpoint import MODEL_DIR, load
 from tmoe.demo.observe import Observation, generate, moe_inputs, routing_weights
 from tmoe.demo.run import check_outputs, held_out_prompt, show_model_shapes
-from tmoe.demo.shapes import MODEL_SHAPES, MoEShape
 from tmoe.demo.timing import median_ms
 from tmoe.demo.verdict import error_and_bound, experts_fp64
+from tmoe.shapes import MODEL_SHAPES, MoEShape
 
 CPU = torch.device("cpu")
 

@@ -94,6 +94,7 @@ def _cast_kernel(out_ptr, x_ptr, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32])
 def test_a_copy_is_a_copy(device, dtype):
+    """IN08"""
     x = torch.arange(1, N + 1, device=device).to(dtype)
     out = torch.full_like(x, 99)
     _copy_kernel[(1,)](out, x, N - 3, BLOCK=N)
@@ -102,12 +103,14 @@ def test_a_copy_is_a_copy(device, dtype):
 
 
 def test_a_masked_load_fills_with_other(device):
+    """IN07"""
     x, out = torch.ones(256, device=device), torch.empty(1, device=device)
     _masked_sum_kernel[(1,)](out, x, 16, BLOCK=256)
     assert out.item() == 16
 
 
 def test_small_integers_are_summed_in_int32(device):
+    """IN06"""
     x = torch.ones(512, dtype=torch.int8, device=device)
     out = torch.empty(1, dtype=torch.int32, device=device)
     _masked_sum_kernel[(1,)](out, x, 512, BLOCK=512)
@@ -123,6 +126,7 @@ def test_a_grid_of_no_programs_does_nothing():
 
 
 def test_widened_bf16_adds_and_compares(device):
+    """IN02"""
     a = torch.tensor([2.5, -5.0] * (N // 2), dtype=torch.bfloat16, device=device)
     b = torch.tensor([2.0, -2.0] * (N // 2), dtype=torch.bfloat16, device=device)
     total, less = torch.empty_like(a), torch.empty(N, dtype=torch.int32, device=device)
@@ -149,6 +153,7 @@ def test_narrow_rounds_as_torch_does(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("depth", [N, 3 * N, 3 * N + 5])
 def test_dot_of_small_integers_is_exact(device, dtype, depth):
+    """IN01"""
     a = torch.randint(-8, 9, (N, depth), device=device)
     b = torch.randint(-8, 9, (depth, N), device=device)
     out = torch.empty(N, N, device=device)
@@ -157,6 +162,7 @@ def test_dot_of_small_integers_is_exact(device, dtype, depth):
 
 
 def test_histogram_cumsum_gather_and_atomic_add(device):
+    """IN05"""
     ids = torch.tensor([3, 0, 3, 15, 0, 3, 1, 2] * 2, dtype=torch.int32, device=device)
     hist, offsets, picked = (torch.empty_like(ids) for _ in range(3))
     added = torch.zeros_like(ids)
@@ -177,6 +183,7 @@ def test_split_takes_even_and_odd(device):
 
 
 def test_values_on_the_e4m3_grid_are_encoded_exactly(device):
+    """IN04"""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no e4m3 before compute capability 8.9")
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)

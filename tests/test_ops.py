@@ -121,7 +121,7 @@ def test_rows_without_a_local_expert_are_zero(backend, device):
 
 
 def test_int64_ids_and_strided_ids(backend, device):
-    """NC04"""
+    """NC04, NC05"""
     tensors, keywords = make(Case("ids"), torch.float32, device)
     want = tmoe.fused_experts(**tensors, **keywords)
     ids = tensors["topk_ids"]
@@ -325,6 +325,7 @@ def test_moe_with_a_window_is_a_partial_sum(backend, device):
 
 
 def test_zero_tokens_through_route_and_moe(backend, device):
+    """EM01"""
     routing = tmoe.Routing(6, 2, "Renormalize")
     weights, ids = tmoe.route(torch.randn(0, 6, device=device), routing)
     assert weights.shape == ids.shape == (0, 2)

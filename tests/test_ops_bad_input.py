@@ -133,7 +133,12 @@ BAD_EXPERTS = {
     "scheme": (dict(scheme="fp8"), ValueError, "scheme must be None or bf16", "'fp8'"),
     "flag-type": (dict(weight_on_input=1), TypeError, "weight_on_input must be a bool", "int"),
     "first-expert": (dict(first_expert=-1), ValueError, "first_expert must be at least 0", "-1"),
-    "first-expert-type": (dict(first_expert=0.0), TypeError, "first_expert must be a int", "float"),
+    "first-expert-type": (
+        dict(first_expert=0.0),
+        TypeError,
+        "first_expert must be an int",
+        "float",
+    ),
     "window": (
         dict(first_expert=4, num_experts=8),
         ValueError,
@@ -187,7 +192,7 @@ def test_fused_experts(case):
         tmoe.fused_experts(**experts(**changes))
     message = str(caught.value)
     assert wanted in message and got in message, message
-    assert message.startswith(("fused_experts: ", "Activation: "))
+    assert message.startswith("fused_experts: ")
 
 
 def test_out_may_not_be_an_input():

@@ -99,7 +99,7 @@ def test_wrong_types():
     for args in (("8", 2, "Default"), (8, 2.0, "Default"), (8, 2, 1)):
         with pytest.raises(TypeError):
             Routing(*args)
-    with pytest.raises(TypeError, match="n_group must be a int, got NoneType"):
+    with pytest.raises(TypeError, match="n_group must be an int, got NoneType"):
         Routing(8, 2, "DeepSeekV3", n_group=None)
 
 

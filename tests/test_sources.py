@@ -40,11 +40,12 @@ ROOMS = {
     "integrations": (*WORDS, "progress", "arguments", "ops", "nn", "checkpoints"),
     "lora": ("checks", "formats", "nn", "integrations", "low_rank", "whole_file"),
     "doctor": ("*",),
-    "demo": ("*",),
+    "shapes": ("checks", "dispatch"),
+    "demo": ("*", "shapes"),
     "parallel": ("*", "demo"),
-    "tune": ("*", "demo"),
-    "bench": ("*", "doctor", "demo", "tune"),
-    "plan": ("*", "demo", "bench"),
+    "tune": ("*", "shapes"),
+    "bench": ("*", "doctor", "shapes", "demo", "tune"),
+    "plan": ("*", "shapes", "bench"),
     "cli": ("*", "doctor", "demo", "tune", "bench", "plan"),
     "__main__": ("cli",),
 }
@@ -137,7 +138,7 @@ def test_kernels_is_no_package_of_its_own():
 
 
 def test_a_masked_load_says_what_fills_the_rest():
-    """The interpreter fills in 0 where a GPU leaves anything, so no other test would notice."""
+    """PD11: the interpreter fills in 0 where a GPU leaves anything, so no other test notices."""
     unfilled = []
     for path in (ROOT / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -147,6 +148,12 @@ def test_a_masked_load_says_what_fills_the_rest():
                 if masked and "other" not in given and len(node.args) < 3:
                     unfilled.append(f"{_name(path)}:{node.lineno}")
     assert not unfilled
+
+
+def test_kernels_use_no_block_pointers():
+    """IN09: the interpreter's were wrong, and Triton is giving them up for descriptors."""
+    texts = {_name(path): path.read_text() for path in (ROOT / "kernels").rglob("*.py")}
+    assert not [name for name, text in texts.items() if "make_block_ptr" in text]
 
 
 def test_no_file_names_a_path_of_one_machine():

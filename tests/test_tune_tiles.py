@@ -12,10 +12,10 @@ from bench import tune_tiles
 from bench.tile_candidates import candidates
 from tests.reference import quantized
 from tmoe.bench.shapes import GPU_SHAPES, GPU_TOKENS, TINY
-from tmoe.demo.shapes import random_weights
 from tmoe.formats import SCHEMES
 from tmoe.kernels import grouped_gemm as gemm
 from tmoe.kernels.tiles import Tile
+from tmoe.shapes import random_weights
 
 LOW, LOW_WIDE = Tile(16, 32, 32, 4, 2), Tile(16, 64, 32, 4, 2)
 HIGH = Tile(32, 32, 32, 4, 2)

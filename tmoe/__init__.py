@@ -40,10 +40,10 @@ from .routing import (  # noqa: E402
     unpack_topk,
     update_correction_bias,
 )
-from .version import __version__  # noqa: E402, F401
+from .version import __version__ as __version__  # noqa: E402
 
 if _TYPE_CHECKING:
-    from . import integrations, lora
+    from . import integrations, lora, parallel
     from .integrations.transformers import from_pretrained, replace_moe
     from .nn import Experts, MoE, Router, RoutingReplay, watch_load
 
@@ -73,6 +73,7 @@ __all__ = [
     "moe",
     "options",
     "pack_topk",
+    "parallel",
     "prepare",
     "prepared",
     "quantize",
@@ -96,6 +97,7 @@ _LAZY = {
     "replace_moe": "tmoe.integrations.transformers",
     "integrations": "tmoe.integrations",
     "lora": "tmoe.lora",
+    "parallel": "tmoe.parallel",
 }
 
 

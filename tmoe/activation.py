@@ -39,6 +39,8 @@ class Activation:
         expect(
             self.name in known, "Activation", "name", f"one of {', '.join(known)}", repr(self.name)
         )
+        expect_type(self.alpha, (int, float), "Activation", "alpha")
+        expect_type(self.limit, (int, float), "Activation", "limit")
         expect(self.limit > 0, "Activation", "limit", "positive", self.limit)
         expect(math.isfinite(self.alpha), "Activation", "alpha", "finite", self.alpha)
         if self.name != "swiglu_oai":
@@ -89,11 +91,14 @@ class Activation:
         return cls("swiglu_step", limit=limit)
 
     @classmethod
-    def of(cls, activation: str | Activation) -> Activation:
-        """`activation` itself, or the one of that name with its model's usual constants."""
+    def of(cls, activation: str | Activation, op: str = "Activation.of") -> Activation:
+        """`activation` itself, or the one of that name with its model's usual constants. `op` is
+        whom an error names."""
         if isinstance(activation, Activation):
             return activation
-        expect_type(activation, (str, Activation), "Activation", "activation")
+        expect_type(activation, (str, Activation), op, "activation")
+        wanted = f"one of {', '.join(GATED + UNGATED)}"
+        expect(activation in GATED + UNGATED, op, "activation", wanted, repr(activation))
         if activation == "swiglu_oai":
             return cls.swiglu_oai()
         return cls(activation)

@@ -7,13 +7,14 @@ when a check has failed.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .checks import expect, expect_type
+from .checks import expect, expect_size, expect_tensor, expect_type
 from .formats import QuantizedTensor
 from .formats.scheme import SCHEMES as QUANTIZED
 from .formats.scheme import Scheme
@@ -24,8 +25,8 @@ SCHEMES = ("bf16",)  # of unquantised weights
 
 
 def expect_dtype(value: Any, op: str, arg: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise ``TypeError`` unless `value` is a tensor of one of `dtypes`."""
-    expect_type(value, Tensor, op, arg)
+    """Raise ``TypeError`` unless `value` is an ordinary tensor of one of `dtypes`."""
+    expect_tensor(value, op, arg)
     if value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op}: {arg} must have dtype {names}, got {value.dtype}")
@@ -76,11 +77,10 @@ def expect_topk(
 
 def expect_window(op: str, first_expert: Any, num_experts: Any, num_local: int) -> int:
     """The global number of experts; raises unless it covers the local ones."""
-    expect_type(first_expert, int, op, "first_expert")
-    expect(first_expert >= 0, op, "first_expert", "at least 0", first_expert)
+    expect_size(first_expert, op, "first_expert", least=0)
     if num_experts is None:
         return first_expert + num_local
-    expect_type(num_experts, int, op, "num_experts")
+    expect_size(num_experts, op, "num_experts")
     if num_experts < first_expert + num_local:
         wanted = f"at least first_expert + E = {first_expert} + {num_local}"
         expect(False, op, "num_experts", wanted, num_experts)
@@ -223,6 +223,13 @@ def _refuse_transforms(tensors: tuple[Tensor | None, ...]) -> None:
 def autocast_is_on(device_type: str) -> bool:
     """Whether autocast is on; there is none for tensors on meta, and to ask would raise."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """What was cast as autocast does, or is to stay as it is, is computed with as it is."""
+    if autocast_is_on(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

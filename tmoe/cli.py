@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from enum import Enum
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from packaging.version import VERSION_PATTERN
 from rich.console import Console
 from rich.table import Table
 
@@ -18,11 +20,14 @@ from .bench.command import app as bench
 from .plan.command import plan
 
 if TYPE_CHECKING:
+    import torch
+
     from .dispatch.known import Layer
 
 app = typer.Typer(
     help="Mixture-of-Experts layers for PyTorch, Triton first.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # or each line of a docstring would be wrapped on its own
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench, name="bench")
@@ -55,11 +60,13 @@ def demo(
         typer.echo(f"tmoe demo needs {' and '.join(missing)}: pip install 'tmoe[demo]'", err=True)
         raise typer.Exit(2)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model ships with the package
-    import torch
-
+    where = _device(device)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--out: {error}") from error
     from .demo.run import run_demo
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     good = run_demo(
         Console(), out=out, held_out_bytes=held_out_bytes, new_bytes=new_bytes, device=where
     )
@@ -142,6 +149,7 @@ def explain(
     from . import explain as explain_problem
     from .dispatch.known import machine_with, problem_of
     from .dispatch.problem import Machine
+    from .formats.scheme import Scheme
 
     sizes = {
         "num_experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate,
@@ -150,14 +158,14 @@ def explain(
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     try:
         layer = _layer(model, {name: size for name, size in sizes.items() if size}, activation)
-        if scheme is not None:
-            from .formats.scheme import Scheme
-
-            Scheme.of(scheme, "explain")
+        if scheme not in (None, "bf16"):
+            Scheme.of(scheme, "explain", or_bf16=True)
         machine = Machine.of(here) if gpu is None else machine_with(gpu)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if triton is not None:
+        if re.fullmatch(VERSION_PATTERN, triton, re.VERBOSE | re.IGNORECASE) is None:
+            raise typer.BadParameter(f"--triton must be a version, as 3.6.0, got {triton!r}")
         machine = replace(machine, triton_version=triton)
     if flashinfer is not None:
         version = None if flashinfer == "none" else flashinfer
@@ -199,20 +207,25 @@ def tune(
     """
     import torch
 
+    from . import NoBackendError
     from .formats.scheme import Scheme
     from .tune import parse_layer, parse_tokens, run_tune
 
     try:
         layer, counts = parse_layer(model_or_shape, activation), parse_tokens(tokens)
         if scheme not in (None, "bf16"):
-            Scheme.of(scheme, "tune")
+            Scheme.of(scheme, "tune", or_bf16=True)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    good = run_tune(
-        layer, counts, dtype=dtypes[dtype.value], scheme=None if scheme == "bf16" else scheme,
-        quick=quick, again=again, as_json=as_json,
-    )  # fmt: skip
+    try:
+        good = run_tune(
+            layer, counts, dtype=dtypes[dtype.value], scheme=None if scheme == "bf16" else scheme,
+            quick=quick, again=again, as_json=as_json,
+        )  # fmt: skip
+    except (ValueError, NoBackendError) as error:  # the sizes don't suit the scheme
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
     raise typer.Exit(0 if good else 1)
 
 
@@ -237,25 +250,36 @@ def quantize(
     time is in memory. A run that was stopped goes on when it is started again with the same
     arguments. Exits with 1 if the model can't be quantised so, and says why.
     """
-    import torch
-
     from .checkpoints import quantize_checkpoint
     from .checkpoints.write_formats import written_format
 
     try:
         written_format(scheme, format, input_ranges is not None)
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device {device}: this machine has no GPU that PyTorch can use")
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    where = _device(device)
     try:
         report = quantize_checkpoint(
-            model_dir, out_dir, scheme, format=format, input_ranges=input_ranges, device=device
+            model_dir, out_dir, scheme, format=format, input_ranges=input_ranges, device=where
         )
     except (ValueError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
+def _device(name: str | None) -> torch.device:
+    """A device of this machine; without a name a GPU if there is one."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda" if num_gpus else "cpu")
+    known = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{i}" for i in range(num_gpus))]
+    if name not in known:
+        wanted = f"{' or '.join(known)} on this machine"
+        raise typer.BadParameter(f"--device must be {wanted}, got {name!r}")
+    return torch.device(name)
 
 
 def _layer(model: str | None, sizes: dict[str, Any], activation: str | None) -> Layer:

@@ -8,9 +8,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import registry
 from .checks import expect, expect_type
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Changes(TypedDict, total=False):
+        """The keywords of `options`, for type checkers and editors."""
+
+        backend: str | None
+        deterministic: bool
+        batch_invariant: bool
+        recompute: bool
+        main_grad: bool
+        verify: bool
+        cache_dir: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +35,9 @@ class Options:
     Args:
         backend: the name of the one implementation to use; None lets the dispatcher choose.
         deterministic: the same bits in every run.
-        batch_invariant: a token's result doesn't depend on the other tokens of the call.
+        batch_invariant: a token's result doesn't depend on the other tokens of the call. Triton's
+            operations can do that, but for a dynamic scale of a whole matrix (fp8_tensor, nvfp4);
+            PyTorch's and FlashInfer's only routing and quantising. What can't, refuses.
         recompute: training keeps no (S, 2I) tensor from forward to backward, which multiplies by
             gate_up_proj once more instead.
         main_grad: the kernels add a weight's gradient to its attribute `main_grad`, Megatron's
@@ -67,7 +84,7 @@ def current() -> Options:
 
 
 @contextmanager
-def options(**changes: str | bool | os.PathLike[str] | None) -> Iterator[Options]:
+def options(**changes: Unpack[Changes]) -> Iterator[Options]:
     """Change options inside a ``with`` block; what isn't named keeps the value that it has outside.
 
     Local to the thread and to the asyncio task. Raises ``TypeError`` for an unknown option and

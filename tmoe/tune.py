@@ -19,13 +19,13 @@ from rich.table import Table
 
 from . import Activation, autotune
 from .checks import expect
-from .demo.shapes import MoEShape, random_inputs
 from .dispatch.known import MODELS, Layer, model_layer, problem_of
 from .dispatch.measure import known, known_times, store_of
 from .dispatch.problem import Machine, Problem, token_bucket
 from .dispatch.resolve import duration
 from .dispatch.tuned import settings_key
 from .nn import Experts
+from .shapes import MoEShape, random_inputs
 
 Show = Callable[[str, int, int], None]  # what is timed next, how many were, of how many
 
@@ -189,7 +189,10 @@ def run_tune(
         out.print_json(json.dumps(result))
     elif found:
         out.print(_table(found))
-        out.print(f"kept in {store.path}", soft_wrap=True, highlight=False)
+        where = f"kept in {store.path}"
+        if store.problem is not None:
+            where = f"not kept: {store.path}: {store.problem}"
+        out.print(where, soft_wrap=True, highlight=False)
     if out_of_memory is not None:
         err.print(f"tune: the layer is too large for this GPU: {out_of_memory}", style="red")
     return out_of_memory is None and store.problem is None

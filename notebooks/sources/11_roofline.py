@@ -53,7 +53,7 @@ print(f"{ridge:.0f} flops per byte")
 # With 128 experts and 8 per token, 64 tokens are 4 rows per expert: far below 171.
 
 # %%
-from tmoe.demo.shapes import layer_shape
+from tmoe.shapes import layer_shape
 
 qwen = layer_shape("qwen3-30b-a3b")
 for tokens in (1, 16, 256, 4096):
@@ -177,7 +177,7 @@ for c in points:
 # With it one can ask what if. What does it cost to have twice as many experts of the same size?
 
 # %%
-from tmoe.demo.shapes import MoEShape
+from tmoe.shapes import MoEShape
 
 twice = MoEShape("twice as many experts", 256, qwen.top_k, qwen.hidden, qwen.intermediate)
 for tokens in (1, 64, 1024, 8192):
@@ -195,8 +195,8 @@ for tokens in (1, 64, 1024, 8192):
 
 # %%
 def measure(tokens):
-    from tmoe.demo.shapes import random_inputs, random_weights
     from tmoe.demo.timing import median_ms
+    from tmoe.shapes import random_inputs, random_weights
 
     shape = layer_shape("olmoe")
     weights = random_weights(shape, device, torch.bfloat16)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tests.aot.case import Case, empty
 from tmoe.kernels.exchange_pack import pack
 from tmoe.kernels.exchange_place import place
 from tmoe.kernels.exchange_push import push
@@ -19,26 +20,22 @@ from tmoe.parallel.messages import row_bytes, views
 E, K, P = 256, 8, 8
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _place(T: int, copies: bool) -> Places:
-    slots = Slots(_empty(P + 1), E)
+    slots = Slots(empty(P + 1), E)
     if copies:
-        slots = slots._replace(of_experts=_empty(E, 2), copies=_empty(E))
-    dropped = _empty(1, dtype=torch.int64) if copies else None
-    return place(_empty(T, K), slots, own=3, capacity=max(1, T // 4), dropped=dropped)
+        slots = slots._replace(of_experts=empty(E, 2), copies=empty(E))
+    dropped = empty(1, dtype=torch.int64) if copies else None
+    return place(empty(T, K), slots, own=3, capacity=max(1, T // 4), dropped=dropped)
 
 
 def _pack(T: int, H: int, dtype: torch.dtype, scales: int) -> None:
-    scale = _empty(T, scales, dtype=torch.float32) if scales else None
-    weights = _empty(T, K, dtype=torch.float32)
-    tokens = Parts(_empty(T, H, dtype=dtype), scale, _empty(T, K), weights)
-    message = views(_empty(2 * T * P, row_bytes(tokens), dtype=torch.uint8), tokens)
-    places = Places(_empty(T, K), _empty(T, P), _empty(P))
+    scale = empty(T, scales, dtype=torch.float32) if scales else None
+    weights = empty(T, K, dtype=torch.float32)
+    tokens = Parts(empty(T, H, dtype=dtype), scale, empty(T, K), weights)
+    message = views(empty(2 * T * P, row_bytes(tokens), dtype=torch.uint8), tokens)
+    places = Places(empty(T, K), empty(T, P), empty(P))
     sent = (P - 1) * T
-    pack(message, tokens, places, _empty(P + 1), own=3, capacity=T, num_sent=sent, gap=sent)
+    pack(message, tokens, places, empty(P + 1), own=3, capacity=T, num_sent=sent, gap=sent)
 
 
 def _push(T: int, row_bytes: int, tail: int | None, dtype: torch.dtype = torch.uint8) -> None:
@@ -49,16 +46,20 @@ def _push(T: int, row_bytes: int, tail: int | None, dtype: torch.dtype = torch.u
 
 
 def _sum(T: int, H: int, columns: int, dtype: torch.dtype, out: torch.dtype) -> Tensor:
-    back, own = _empty(T * (P - 1), H, dtype=dtype), _empty(T, H, dtype=dtype)
-    return sum_rows(_empty(T, H, dtype=out), back, own, _empty(T, columns))
+    back, own = empty(T * (P - 1), H, dtype=dtype), empty(T, H, dtype=dtype)
+    return sum_rows(empty(T, H, dtype=out), back, own, empty(T, columns))
 
 
 def _spread(T: int, H: int) -> tuple[Tensor, Tensor]:
-    codes, scale = _empty(T, H, dtype=torch.float8_e4m3fn), _empty(T, H // 128, dtype=torch.float32)
-    return spread_codes(codes, scale, _empty(T, K))
+    codes, scale = empty(T, H, dtype=torch.float8_e4m3fn), empty(T, H // 128, dtype=torch.float32)
+    return spread_codes(codes, scale, empty(T, K))
 
 
-def launches() -> dict[str, Callable[[], object]]:
+def exchange_cases() -> list[Case]:
+    return [Case(name, launch) for name, launch in _launches().items()]
+
+
+def _launches() -> dict[str, Callable[[], object]]:
     """By name."""
     fp32, bf16, e4m3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
     return {

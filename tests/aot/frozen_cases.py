@@ -6,42 +6,39 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.aot.case import Case
-from tmoe.backends.triton_backend import TritonBackend
+from tests.aot.case import BACKEND, DEVICE, Case
+from tests.aot.case import empty as empty_of
 from tmoe.dispatch.backend import NO_SCALES
-from tmoe.dispatch.problem import Adapters, ExpertsSpec, FrozenGradients, GemmGradients
+from tmoe.dispatch.problem import (
+    Adapters,
+    ExpertsSpec,
+    ExpertTensors,
+    FrozenGradients,
+    GemmGradients,
+)
 from tmoe.formats import SCHEMES
 
-BACKEND = TritonBackend()
 E, K, H, I, RANK = 128, 8, 2048, 768, 16  # Qwen3-30B-A3B
 
 
 def train_adapters(scheme: str | None, num_tokens: int, dtype: torch.dtype) -> FrozenGradients:
     """All that `tmoe.fused_experts` and its backward launch."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    empty = partial(empty_of, dtype=dtype)
     weights = [empty(E, 2 * I, H), empty(E, H, I)]
     if scheme is not None:
         recipe = SCHEMES[scheme].weights[-1]
-        weights = [recipe.empty(tuple(weight.shape), device="meta") for weight in weights]
+        weights = [recipe.empty(tuple(weight.shape), device=DEVICE) for weight in weights]
     adapters = Adapters(
         empty(E, RANK, H), empty(E, 2 * I, RANK), empty(E, RANK, I), empty(E, H, RANK)
     )
-    arguments = (
+    tensors = ExpertTensors(
         empty(num_tokens, H),
         *weights,
         empty(num_tokens, K, dtype=torch.float32),
         empty(num_tokens, K, dtype=torch.int32),
-        None,
-        None,
-        ExpertsSpec(num_experts=E, scheme=scheme),
-        NO_SCALES,
-        adapters,
     )
+    arguments = (tensors, ExpertsSpec(num_experts=E, scheme=scheme), NO_SCALES, adapters)
     y, kept = BACKEND.train_frozen(*arguments)
     wanted = FrozenGradients(True, True, False, False, True, True, True, True)
     return BACKEND.frozen_backward(y, *arguments, kept, wanted, True)
@@ -49,10 +46,9 @@ def train_adapters(scheme: str | None, num_tokens: int, dtype: torch.dtype) -> F
 
 def gemm_gradients(scheme: str) -> GemmGradients:
     """All that the backward of `tmoe.grouped_gemm` launches."""
-    b = SCHEMES[scheme].weights[-1].empty((E, 2 * I, H), device="meta")
-    dy = torch.empty(8192, 2 * I, dtype=torch.bfloat16, device="meta")
-    bias = torch.empty(E, 2 * I, dtype=torch.bfloat16, device="meta")
-    offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
+    b = SCHEMES[scheme].weights[-1].empty((E, 2 * I, H), device=DEVICE)
+    dy, bias = (empty_of(rows, 2 * I, dtype=torch.bfloat16) for rows in (8192, E))
+    offsets = empty_of(E + 1)
     return BACKEND.frozen_gemm_backward(dy, b, offsets, bias, GemmGradients(True, False, True))
 
 

@@ -11,7 +11,7 @@ from tests.live_bytes import LiveBytes
 from tests.reference import quantized
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.dispatch.backend import NO_SCALES
-from tmoe.dispatch.problem import Adapters, ExpertsSpec, FrozenGradients
+from tmoe.dispatch.problem import Adapters, ExpertsSpec, ExpertTensors, FrozenGradients
 from tmoe.formats import SCHEMES
 
 E, T, K, H, I, RANK = 16, 2, 2, 128, 64, 1
@@ -31,7 +31,8 @@ def test_no_copy_of_the_weights(scheme, device):
     if scheme is not None:
         weights = [quantized(weight, SCHEMES[scheme].weights[0]) for weight in weights]
     spec, backend = ExpertsSpec(num_experts=E, scheme=scheme), TritonBackend()
-    arguments = (x, *weights, topk_weights, ids, None, None, spec, NO_SCALES, adapters)
+    tensors = ExpertTensors(x, *weights, topk_weights, ids)
+    arguments = (tensors, spec, NO_SCALES, adapters)
     wanted = FrozenGradients(True, True, False, False, True, True, True, True)
     held = [part for w in weights for part in (w.parts() if scheme else [w])]
     with LiveBytes([x, topk_weights, ids, *held, *adapters]) as memory:

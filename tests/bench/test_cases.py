@@ -15,7 +15,7 @@ from tmoe.bench.cases import experts_case, prepared_weights
 from tmoe.bench.reference import experts_in
 from tmoe.bench.roofline import ROOFS, Roof, Work, experts_work
 from tmoe.bench.shapes import GPU_SHAPES, ROUTINGS, SHAPES, TINY, routed_inputs, routing_of
-from tmoe.demo.shapes import layer_shape, random_weights
+from tmoe.shapes import layer_shape, random_weights
 
 H200 = ROOFS["NVIDIA H200", torch.bfloat16]
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from tmoe.bench.growth import growth, over_tokens
 from tmoe.bench.loads import Load, chances
 from tmoe.bench.roofline import Roof
 from tmoe.bench.shapes import ROUTINGS, SHAPES, routed_inputs
-from tmoe.demo.shapes import MoEShape, layer_shape
+from tmoe.shapes import MoEShape, layer_shape
 
 QWEN, MIXTRAL = SHAPES["qwen3-30b-a3b"], SHAPES["mixtral-8x7b"]
 

@@ -14,7 +14,7 @@ from bench.script import command_of, write_record
 from tmoe.bench.records import read_results
 from tmoe.bench.report import Report
 from tmoe.bench.run import Selection
-from tmoe.demo.shapes import MoEShape
+from tmoe.shapes import MoEShape
 
 TINY = MoEShape("tiny", 4, 2, 64, 32)
 

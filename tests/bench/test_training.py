@@ -15,7 +15,7 @@ from tmoe.bench import peers
 from tmoe.bench.activation_memory import Peaks
 from tmoe.bench.gradients import experts_gradients_ref
 from tmoe.bench.shapes import TINY, routed_inputs
-from tmoe.demo.shapes import random_weights
+from tmoe.shapes import random_weights
 
 CPU = torch.device("cpu")
 OTHERS = ("liger", "scattermoe", "sonicmoe")

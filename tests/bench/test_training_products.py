@@ -9,9 +9,9 @@ import torch
 
 from bench import training_products
 from bench.training_products import Layer, measure
-from tmoe.demo.shapes import MoEShape
 from tmoe.kernels.backward_tiles import GradientTile
 from tmoe.kernels.tiles import Tile
+from tmoe.shapes import MoEShape
 
 
 @pytest.fixture

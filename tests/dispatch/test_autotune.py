@@ -221,6 +221,7 @@ def test_a_folder_for_one_block(timed, empty_store, tmp_path_factory, device):
 
 
 def test_times_belong_to_a_driver_and_to_sources(monkeypatch, device):
+    """CG08"""
     text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue\nGCC version: 12.3.0"
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: text)
     assert environment.nvidia_driver() == "580.159.04"
@@ -249,6 +250,7 @@ def test_real_times_are_positive_and_kept(device, empty_store):
 
 @pytest.mark.gpu
 def test_a_capture_is_left_alone(timed, device):
+    """CG01"""
     arguments = layer(device)
     tmoe.fused_experts(*arguments)
     with tmoe.autotune():

@@ -107,11 +107,9 @@ def test_the_torch_backend_refuses_batch_invariance_of_its_matmuls():
 def test_who_trains_on_quantised_weights():
     triton = registry.load("triton")
     known = {"dtype": torch.bfloat16, "scheme": "fp8_block", "needs_grad": True}
-    for adapters in (False, True):
-        reason = triton.why_not(problem(**known, has_lora=adapters))
+    for more in ({}, {"has_lora": True}, {"op": "grouped_gemm"}):
+        reason = triton.why_not(problem(**known | more))
         assert reason is None or "needs a GPU" in reason
-    gemm = triton.why_not(problem(**known, op="grouped_gemm"))
-    assert "no backward" in gemm or "needs a GPU" in gemm
     assert registry.load("torch").why_not(problem(**known, op="grouped_gemm")) is None
 
 

@@ -101,6 +101,7 @@ def test_entries_that_make_no_sense_are_left_out(store):
 
 
 def test_where_nothing_can_be_written_this_process_remembers_and_says_why_once(tmp_path):
+    """EN03"""
     (tmp_path / "home").write_text("a file: nothing can be made below it")
     store = Store(tmp_path / "home" / "times", H200)
     with pytest.warns(UserWarning, match="can't keep what it measured in .*: Not a directory"):
@@ -146,7 +147,7 @@ def writer(folder, name, count):
 
 
 def test_processes_lose_nothing_of_each_other(tmp_path):
-    """CG07: one folder, several writers at once."""
+    """CG06, CG07: one folder, several writers at once."""
     names = ("one", "two", "three", "four")
     writers = [writer(tmp_path, name, 20) for name in names]
     assert [process.wait(timeout=120) for process in writers] == [0, 0, 0, 0]

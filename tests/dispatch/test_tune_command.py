@@ -151,6 +151,13 @@ def test_times_that_cannot_be_kept_exit_with_one(timed, empty_store):
     with pytest.warns(UserWarning, match="can't keep"):
         done = invoke(SHAPE, "--tokens", "1")
     assert done.exit_code == 1 and "41.3 us" in done.stdout
+    assert "\nnot kept: " in done.stdout and "\nkept in" not in done.stdout
+
+
+def test_sizes_that_a_scheme_has_no_room_for_exit_with_one(timed):
+    done = invoke("E=8,K=2,H=63,I=16", "--scheme", "nvfp4", "--tokens", "1")
+    assert done.exit_code == 1 and "even row length" in done.stderr
+    assert isinstance(done.exception, SystemExit) and timed == []
 
 
 def test_a_layer_that_is_too_large_exits_with_one(timed, monkeypatch, empty_store):

@@ -15,7 +15,7 @@ from tests.reference import fused_experts_ref, quantized
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.backends.triton_tiles import TABLE, tiles_name
 from tmoe.dispatch import measure
-from tmoe.dispatch.problem import ExpertsSpec, Machine
+from tmoe.dispatch.problem import ExpertsSpec, ExpertTensors, Machine
 from tmoe.dispatch.tuned import is_same, load_tuned, settings_key
 from tmoe.formats import SCHEMES
 from tmoe.kernels.tiles import LayerTiles, Tile
@@ -162,6 +162,7 @@ def test_a_wrong_result_is_never_stored(wrong, timed, device, monkeypatch):
 
 
 def test_tiles_that_fail_are_passed_over(timed, device, monkeypatch):
+    """HW05"""
     real = TritonBackend.fused_experts
 
     def faulty(self, *args, **more):
@@ -216,7 +217,8 @@ def test_a_backend_with_tuned_tiles_keeps_batches_out_of_them(launched, device):
     assert BEST in backend.settings
     with tmoe.options(batch_invariant=True):
         x, gate_up, down, w, ids = layer(device)
-        backend.fused_experts(x, gate_up, down, w, ids, None, None, ExpertsSpec(num_experts=E))
+        tensors = ExpertTensors(x, gate_up, down, w, ids)
+        backend.fused_experts(tensors, ExpertsSpec(num_experts=E))
     assert launched and LAYER_TILES.gate_up not in launched
 
 
@@ -259,6 +261,7 @@ def test_a_name_that_means_nothing_is_a_miss(name, launched, device):
 
 
 def test_less_than_a_margin_is_noise(device):
+    """CG10"""
     know(device, {TABLE: 1.0, BEST: 0.99})
     assert load_tuned("triton", problem(device)).settings == ""
     know(device, {TABLE: 1.0, BEST: 0.97})

@@ -10,7 +10,7 @@ from torch import Tensor
 import tmoe
 from tests.checking import assert_matches
 from tests.reference import fused_experts_ref
-from tmoe.demo.shapes import MODEL_SHAPES, MoEShape
+from tmoe.shapes import MODEL_SHAPES, MoEShape
 
 
 @dataclass(frozen=True)

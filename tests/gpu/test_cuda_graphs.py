@@ -139,7 +139,7 @@ def test_memory_is_what_the_formula_says(name, T, routing, device):
 
 
 def test_a_warm_up_with_even_routing_serves_every_other(device):
-    """OV09"""
+    """CG03, OV09"""
     weights = QWEN3.weights(device, BF16)
     call(inputs(QWEN3, 1000, device, BF16) | weights, QWEN3.keywords)
     tensors = inputs(QWEN3, 1000, device, BF16, "one-expert") | weights

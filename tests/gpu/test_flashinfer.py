@@ -9,11 +9,11 @@ import tmoe
 from tests.reference import quantized
 from tmoe.backends.flashinfer.support import STATIC, USES, why_not
 from tmoe.bench.shapes import SHAPES
-from tmoe.demo.shapes import random_inputs, random_weights
 from tmoe.dispatch import verify
 from tmoe.dispatch.known import model_layer, problem_of
 from tmoe.dispatch.problem import Machine
 from tmoe.formats import SCHEMES
+from tmoe.shapes import random_inputs, random_weights
 
 pytestmark = pytest.mark.gpu
 CASES = [(backend, scheme) for backend, uses in USES.items() for scheme in uses]

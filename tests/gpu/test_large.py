@@ -8,8 +8,8 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.gpu.layers import Model, check_tokens, inputs, run, sample
-from tmoe.demo.shapes import MoEShape
 from tmoe.kernels.combine import combine
+from tmoe.shapes import MoEShape
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -8,8 +8,8 @@ import torch
 import tmoe
 from tests.checking import assert_matches
 from tests.reference import quantized, some_quantized_tokens_ref
-from tmoe.demo.shapes import MODEL_SHAPES, random_inputs, random_weights
 from tmoe.formats import SCHEMES
+from tmoe.shapes import MODEL_SHAPES, random_inputs, random_weights
 
 pytestmark = pytest.mark.gpu
 SHAPES = {shape.name: shape for shape in MODEL_SHAPES}

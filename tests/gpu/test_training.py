@@ -14,7 +14,7 @@ from tests.gpu.layers import GPT_OSS, LLAMA4, QWEN3, SHAPES, Model, inputs
 from tests.gpu.waiting import no_waiting
 from tmoe.bench.activation_memory import peak_memory
 from tmoe.bench.gradients import experts_gradients_ref
-from tmoe.demo.shapes import MoEShape
+from tmoe.shapes import MoEShape
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -242,7 +242,7 @@ def test_a_nan_weight_stays_with_its_token(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T, columns, H", [(0, 2, 8), (1, 1, 1), (5, 2, 37), (3, 9, 1030)])
 def test_sums(T, columns, H, dtype, device):
-    """Rows that no token names are NaN."""
+    """SH11: of any width. Rows that no token names are NaN."""
     every = torch.randn(T * columns + 4, H).to(dtype)
     rows = torch.randperm(T * columns).view(T, columns).int()
     rows[torch.rand(T, columns) < 0.3] = -1

@@ -76,12 +76,12 @@ def test_saved_tensors_go_through_their_hooks(layer):
 
 def test_selective_checkpointing(layer):
     """The experts' result is kept, all else is computed again."""
-    x, ours = torch.randn(24, H), torch.ops.tmoe.fused_experts_train.default
+    x, ours = torch.randn(24, H), torch.ops.tmoe.fused_experts_train
     want, kept = gradients(layer, layer, x), []
 
     def policy(context, op, *args, **kwargs):
-        kept.append(op is ours)
-        return CheckpointPolicy.MUST_SAVE if op is ours else CheckpointPolicy.PREFER_RECOMPUTE
+        kept.append(op.overloadpacket is ours)
+        return CheckpointPolicy.MUST_SAVE if kept[-1] else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     run = partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)

@@ -91,7 +91,7 @@ def test_bad_arguments():
         Experts(0, H, I)
     with pytest.raises(ValueError, match="Experts: intermediate_size must be at least 1, got -3"):
         Experts(E, H, -3)
-    with pytest.raises(TypeError, match="Experts: hidden_size must be a int, got float"):
+    with pytest.raises(TypeError, match="Experts: hidden_size must be an int, got float"):
         Experts(E, 16.0, I)
     with pytest.raises(
         ValueError, match="Experts: scheme must be None, bf16 or one of .*, got fp9"

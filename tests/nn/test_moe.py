@@ -143,6 +143,18 @@ def test_dtype_moves_convert_all_but_the_correction_bias():
     assert layer(torch.randn(3, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_meta_tensors_go_through(training):
+    """Shapes without numbers, as tools that count memory or operations want them."""
+    layer = make_layer("gated-shared", device="meta").train(training)
+    with torch.set_grad_enabled(training):
+        y = layer(torch.empty(2, 3, layer.hidden_size, device="meta"))
+    assert y.is_meta and y.shape == (2, 3, layer.hidden_size)
+    if training:
+        y.sum().backward()
+        assert layer.experts.down_proj.grad.is_meta and layer.gate.weight.grad.is_meta
+
+
 def test_meta_device_then_reset():
     layer = make_layer("deepseek", device="meta", dtype=torch.bfloat16)
     assert all(t.is_meta for t in layer.state_dict().values())
@@ -179,10 +191,10 @@ BAD = {
     "hidden": (ValueError, "hidden_size must be at least 1, got 0", dict(hidden_size=0)),
     "intermediate": (ValueError, "intermediate_size must be at least 1, got -8",
                      dict(intermediate_size=-8)),
-    "size-type": (TypeError, "hidden_size must be a int, got float", dict(hidden_size=32.0)),
+    "size-type": (TypeError, "hidden_size must be an int, got float", dict(hidden_size=32.0)),
     "routing-type": (TypeError, "routing must be a Routing, got str", dict(routing="Renormalize")),
     "scheme": (ValueError, "scheme must be None, bf16 or one of .*, got fp9", dict(scheme="fp9")),
-    "activation": (ValueError, "name must be one of swiglu", dict(activation="swish")),
+    "activation": (ValueError, "MoE: activation must be one of swiglu", dict(activation="swish")),
     "shared": (ValueError, "shared_intermediate_size must be at least 0, got -1",
                dict(shared_intermediate_size=-1)),
     "gate-without-shared": (ValueError, "shared_expert_gate must be False",

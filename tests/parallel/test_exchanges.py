@@ -24,7 +24,7 @@ TWO = [
     Case("no tokens at all", **DPEP, tokens=(0, 0)),
     Case("experts not divisible EP05", **DPEP, tokens=(4, 5), experts=7),
     Case("K above experts per rank", **DPEP, tokens=(4, 3), experts=6, top_k=5),
-    Case("one expert takes all EP14", **DPEP, tokens=(9, 4), all_to=5),
+    Case("one expert takes all EP14", **DPEP, tokens=(9, 4), all_to=5),  # EM05: rank 0 gets none
     Case("the first takes all EP14", **DPEP, tokens=(9, 4), all_to=0, top_k=1),
     Case("placed out of order", **DPEP, tokens=(4, 5), placement=((5, 0, 3), (1, 2, 4))),
     Case("uneven placement", **DPEP, tokens=(4, 5), placement=((5,), (0, 3, 1, 2, 4))),

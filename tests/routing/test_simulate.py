@@ -105,7 +105,7 @@ BAD = {
     "no experts": ((1, 0, 1), {}, ValueError, "num_experts must be at least 1, got 0"),
     "name": ((4, 2, 1, "zipf"), {}, ValueError, "distribution must be one of uniform, .*'zipf'"),
     "skew": ((4, 2, 1), dict(skew=2.0), ValueError, "skew must be 1 with uniform"),
-    "type": ((4.0, 2, 1), {}, TypeError, "num_tokens must be a int, got float"),
+    "type": ((4.0, 2, 1), {}, TypeError, "num_tokens must be an int, got float"),
 }
 
 

@@ -21,6 +21,7 @@ from ..dispatch.problem import (
     Adapters,
     ExpertGradients,
     ExpertsSpec,
+    ExpertTensors,
     FrozenGradients,
     GemmGradients,
     Problem,
@@ -95,47 +96,27 @@ class TorchBackend:
 
     def fused_experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
         adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        y, _ = self._experts(*tensors, spec, scales, adapters)
+        y, _ = self._experts(tensors, spec, scales, adapters)
         return y if out is None else out.copy_(y)
 
     def train_experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
     ) -> tuple[Tensor, Tensor]:
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        y, product = self._experts(*tensors, spec)
-        return y, product.to(x.dtype)
+        y, product = self._experts(tensors, spec)
+        return y, product.to(tensors.x.dtype)
 
     def experts_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         kept: Tensor | None,
         wanted: ExpertGradients,
@@ -143,43 +124,25 @@ class TorchBackend:
         sums: ExpertGradients,
     ) -> ExpertGradients:
         """The forward again, from what was kept on, and its derivative by autograd."""
-        inputs = (x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias)
-        leaves = _leaves(inputs, wanted)
-        x, gate_up_proj, down_proj, topk_weights, gate_up_bias, down_bias = leaves
+        leaves = ExpertGradients(*_leaves([getattr(tensors, f) for f in wanted._fields], wanted))
         with torch.enable_grad():
-            y, _ = self._experts(
-                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
-                product=kept,
-            )  # fmt: skip
+            y, _ = self._experts(tensors._replace(**leaves._asdict()), spec, product=kept)
         return ExpertGradients(*_gradients(y, leaves, wanted, dy, sums))
 
     def train_frozen(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         scales: StaticScales,
         adapters: Adapters,
     ) -> tuple[Tensor, Tensor]:
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        y, product = self._experts(*tensors, spec, scales, adapters)
-        return y, product.to(x.dtype)
+        y, product = self._experts(tensors, spec, scales, adapters)
+        return y, product.to(tensors.x.dtype)
 
     def frozen_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         scales: StaticScales,
         adapters: Adapters,
@@ -188,13 +151,14 @@ class TorchBackend:
         may_write_kept: bool,
     ) -> FrozenGradients:
         """The whole forward again, and its derivative by autograd."""
-        leaves = _leaves((x, topk_weights, gate_up_bias, down_bias, *adapters), wanted)
+        x, topk_weights, biases = tensors.x, tensors.topk_weights, tensors[5:]
+        leaves = _leaves((x, topk_weights, *biases, *adapters), wanted)
         x, topk_weights, gate_up_bias, down_bias, *rest = leaves
+        tensors = tensors._replace(
+            x=x, topk_weights=topk_weights, gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
         with torch.enable_grad():
-            y, _ = self._experts(
-                x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
-                scales, Adapters(*rest),
-            )  # fmt: skip
+            y, _ = self._experts(tensors, spec, scales, Adapters(*rest))
         return FrozenGradients(*_gradients(y, leaves, wanted, dy, FrozenGradients()))
 
     def grouped_gemm_backward(
@@ -208,19 +172,14 @@ class TorchBackend:
 
     def _experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         scales: StaticScales = NO_SCALES,
         adapters: Adapters = NO_ADAPTERS,
         product: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The result, and what was activated; `product` is that, if it is known."""
+        x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
         (T, K), H = topk_ids.shape, x.shape[1]
         dtype, is_coded = x.dtype, isinstance(x, QuantizedTensor)
         wide = torch.promote_types(dtype, torch.float32)

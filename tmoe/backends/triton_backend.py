@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -19,9 +18,6 @@ from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.replay import Replays
-from tmoe.kernels.route import route
-from tmoe.kernels.route_backward import route_backward
-from tmoe.kernels.router_linear import router_linear
 from tmoe.kernels.sort import sort_tokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
 
@@ -29,6 +25,7 @@ from ..dispatch.backend import NO_ADAPTERS, NO_SCALES, Replayed
 from ..dispatch.problem import (
     Adapters,
     ExpertsSpec,
+    ExpertTensors,
     FrozenGradients,
     Problem,
     Routed,
@@ -51,12 +48,12 @@ from .triton_quantized import (
     quantized_grouped_gemm,
     why_not_scales,
 )
+from .triton_router import run_route, run_route_backward, run_router
 from .triton_tiles import TABLE, Probe, Tiles, fastest, tiles_name
 from .triton_training import experts_backward, grouped_gemm_backward
 
 OLDEST_TRITON = Version("3.6.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FEW_TOKENS = 64  # up to here `router_linear` beats a matmul library; see bench/bench_router.py
 
 
 class TritonBackend:
@@ -134,60 +131,10 @@ class TritonBackend:
         return Replayed(*self._replays.run(compute, (self, *arguments), current().batch_invariant))
 
     def route(self, logits: Tensor, routing: Routing, inputs: RouteInputs) -> Routed:
-        return self._route(logits, routing, inputs)
+        return run_route(logits, routing, inputs)
 
-    def router(
-        self, x: Tensor, weight: Tensor, linear_bias: Tensor | None, routing: Routing,
-        inputs: RouteInputs,
-    ) -> tuple[Tensor, Routed]:  # fmt: skip
-        T, E = x.shape[0], weight.shape[0]
-        narrow = x.dtype in (torch.bfloat16, weight.dtype) and x.dtype != torch.float32
-        few = T <= FEW_TOKENS and narrow and routing.rule.num_shared == 0
-        if few or current().batch_invariant:
-            parts = router_linear(_with_whole_rows(x), _with_whole_rows(weight), linear_bias)
-            if routing.rule.num_shared == 0:
-                logits = weight.new_empty(T, E)
-                return logits, self._route(parts, routing, inputs, logits)
-            logits = parts.sum(0).to(weight.dtype)
-        else:
-            logits = F.linear(x.to(weight.dtype), weight, linear_bias)
-        return logits, self._route(logits, routing, inputs)
-
-    def _route(
-        self, logits: Tensor, routing: Routing, inputs: RouteInputs, sums: Tensor | None = None
-    ) -> Routed:
-        """`sums` receives the sum of logits that come in parts."""
-        bias, expert_scale, topk_ids, want_probs, want_counts, weights_dtype, ids_dtype = inputs
-        T, E = logits.shape[-2], routing.num_experts
-        probs = logits.new_empty(T, E, dtype=torch.float32) if want_probs else None
-        counts = logits.new_zeros(E, dtype=torch.int32) if want_counts else None
-        weights, ids = route(
-            logits,
-            bias=bias,
-            expert_scale=expert_scale,
-            topk_ids=topk_ids,
-            probs=probs,
-            expert_counts=counts,
-            sums=sums,
-            weights_dtype=weights_dtype,
-            ids_dtype=ids_dtype,
-            **routing.kernel_arguments,
-        )
-        return Routed(weights, ids, probs, counts)
-
-    def route_backward(
-        self,
-        d_weights: Tensor,
-        d_probs: Tensor | None,
-        logits: Tensor,
-        routing: Routing,
-        expert_scale: Tensor | None,
-        topk_ids: Tensor,
-    ) -> Tensor:
-        recipe = routing.kernel_arguments
-        return route_backward(
-            d_weights, d_probs, logits, topk_ids, expert_scale=expert_scale, **recipe
-        )
+    router = staticmethod(run_router)
+    route_backward = staticmethod(run_route_backward)
 
     def quantize(
         self, x: Tensor, recipe: Recipe, scale: Tensor | None, global_scale: Tensor | None
@@ -218,73 +165,53 @@ class TritonBackend:
 
     def fused_experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
         adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        if isinstance(gate_up_proj, QuantizedTensor):
-            return quantized_experts(*tensors, spec, out, scales, self._tiles, adapters)  # type: ignore[arg-type]
-        return self._experts(*tensors, spec, out, adapters=adapters)
+        if isinstance(tensors.gate_up_proj, QuantizedTensor):
+            return quantized_experts(tensors, spec, out, scales, self._tiles, adapters)
+        return self._experts(tensors, spec, out, adapters=adapters)
 
     def train_experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
     ) -> tuple[Tensor, Tensor]:
-        kept = x.new_empty(topk_ids.numel(), gate_up_proj.shape[1])
-        y = self._experts(
-            x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias, spec,
-            None, kept,
-        )  # fmt: skip
-        return y, kept
+        kept = _room_for_kept(tensors)
+        return self._experts(tensors, spec, None, kept), kept
 
     def train_frozen(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         scales: StaticScales,
         adapters: Adapters,
     ) -> tuple[Tensor, Tensor]:
-        kept = x.new_empty(topk_ids.numel(), gate_up_proj.shape[1])
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
-        if isinstance(gate_up_proj, QuantizedTensor):
-            y = quantized_experts(*tensors, spec, None, scales, self._tiles, adapters, kept)  # type: ignore[arg-type]
+        kept = _room_for_kept(tensors)
+        if isinstance(tensors.gate_up_proj, QuantizedTensor):
+            y = quantized_experts(tensors, spec, None, scales, self._tiles, adapters, kept)
         else:
-            y = self._experts(*tensors, spec, None, kept, adapters)
+            y = self._experts(tensors, spec, None, kept, adapters)
         return y, kept
 
     def frozen_backward(
-        self, dy: Tensor, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, topk_weights: Tensor,
-        topk_ids: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, spec: ExpertsSpec,
-        scales: StaticScales, adapters: Adapters, kept: Tensor | None, wanted: FrozenGradients,
+        self,
+        dy: Tensor,
+        tensors: ExpertTensors,
+        spec: ExpertsSpec,
+        scales: StaticScales,
+        adapters: Adapters,
+        kept: Tensor | None,
+        wanted: FrozenGradients,
         may_write_kept: bool,
-    ) -> FrozenGradients:  # fmt: skip
-        tensors = (x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias)
+    ) -> FrozenGradients:
         if kept is None:
-            _, kept = self.train_frozen(*tensors, spec, scales, adapters)
+            _, kept = self.train_frozen(tensors, spec, scales, adapters)
             may_write_kept = True
-        return frozen_backward(dy, *tensors, spec, adapters, kept, wanted, may_write_kept)
+        return frozen_backward(dy, tensors, spec, adapters, kept, wanted, may_write_kept)
 
     experts_backward = staticmethod(experts_backward)
     grouped_gemm_backward = staticmethod(grouped_gemm_backward)
@@ -292,19 +219,14 @@ class TritonBackend:
 
     def _experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         out: Tensor | None,
         before: Tensor | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> Tensor:
         """`before` receives what is activated, if it is given."""
+        x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
         (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
         S, activation = T * K, spec.activation
         tiles = self._tiles.choose(
@@ -337,5 +259,5 @@ class TritonBackend:
         return combine(rows, order.slot_to_row, out)
 
 
-def _with_whole_rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+def _room_for_kept(tensors: ExpertTensors) -> Tensor:
+    return tensors.x.new_empty(tensors.topk_ids.numel(), tensors.gate_up_proj.shape[1])

@@ -23,14 +23,10 @@ from torch import Tensor
 
 from tmoe.kernels.activation_backward import activation_backward
 from tmoe.kernels.backward_tiles import (
-    BackwardTiles,
-    choose_backward_tiles,
     factor_gradient_tile,
 )
 from tmoe.kernels.bias_gradient import bias_gradient
 from tmoe.kernels.clear_tail import clear_tail
-from tmoe.kernels.combine import combine
-from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.frozen_gradient import frozen_gradient
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.low_rank import LowRankRows
@@ -38,24 +34,17 @@ from tmoe.kernels.permute import permute
 from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.tiles import Tile, frozen_gradient_tile
 from tmoe.kernels.weight_gradient import weight_gradient
-from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import Adapters, ExpertsSpec, FrozenGradients, GemmGradients
+from ..dispatch.problem import Adapters, ExpertsSpec, ExpertTensors, FrozenGradients, GemmGradients
 from ..formats import QuantizedTensor
-from ..options import current
 from .triton_low_rank import through
 from .triton_quantized import weight_scales
+from .triton_training import backward_tiles, input_gradients, with_unit_stride
 
 
 def frozen_backward(
     dy: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    tensors: ExpertTensors,
     spec: ExpertsSpec,
     adapters: Adapters,
     hidden: Tensor,
@@ -64,14 +53,13 @@ def frozen_backward(
 ) -> FrozenGradients:
     """See `tmoe.dispatch.backend.Backend.frozen_backward`; `hidden` is what was kept;
     its gradient takes its place where that may be."""
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation = T * K, spec.activation
-    quantized = isinstance(down_proj, QuantizedTensor)
-    described = not quantized and can_describe(gate_up_proj) and can_describe(down_proj)
-    tiles = _tiles(x, S / spec.num_experts, I, described=described)
+    tiles = backward_tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     block_m = tiles.d_activated.block_m
     order = sort_tokens(topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=block_m)
-    dy = _with_unit_stride(dy).to(x.dtype)
+    dy = with_unit_stride(dy).to(x.dtype)
     weights = topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     of_down, of_gate_up = wanted.down_a or wanted.down_b, wanted.gate_up_a or wanted.gate_up_b
@@ -139,18 +127,7 @@ def frozen_backward(
         return _finished(gradients, topk_weights)
     adapter = None if e1 is None or a1 is None else LowRankRows(e1, a1.transpose(1, 2))
     _along_rows(rows, d_hidden, gate_up_proj, order, tiles.d_rows, adapter=adapter)
-    d_x = x.new_empty(T, H) if wanted.x else None
-    if on_input is None:
-        assert d_x is not None
-        combine(rows, order.slot_to_row, d_x)
-    else:
-        dots = None
-        if wanted.topk_weights:
-            dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
-            gradients["topk_weights"] = dots
-        weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
-    if d_x is not None:
-        gradients["x"] = d_x
+    gradients |= input_gradients(rows, x, on_input, order, wanted)
     return _finished(gradients, topk_weights)
 
 
@@ -163,8 +140,8 @@ def frozen_gemm_backward(
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend`."""
     (S, _), (E, N, D) = dy.shape, b.shape
-    tiles = _tiles(dy, S / E, min(N, D), described=False)
-    dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
+    tiles = backward_tiles(dy, (b,), S / E, min(N, D))
+    dy, expert_offsets = with_unit_stride(dy), expert_offsets.contiguous()
     order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
     d_a = d_bias = None
     if wanted.a:
@@ -174,24 +151,6 @@ def frozen_gemm_backward(
         assert bias is not None
         d_bias = bias_gradient(torch.empty_like(bias), dy, order)
     return GemmGradients(d_a, None, d_bias)
-
-
-def _tiles(
-    rows: Tensor, rows_per_expert: float, intermediate: int, *, described: bool
-) -> BackwardTiles:
-    return choose_backward_tiles(
-        rows.device,
-        rows.dtype,
-        rows_per_expert=rows_per_expert,
-        intermediate=intermediate,
-        described=described,
-        batch_invariant=current().batch_invariant,
-    )
-
-
-def _with_unit_stride(rows: Tensor) -> Tensor:
-    """A gradient may be one number, expanded."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _finished(gradients: dict[str, Tensor], topk_weights: Tensor) -> FrozenGradients:

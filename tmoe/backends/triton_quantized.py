@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,24 +16,28 @@ from tmoe.kernels.launch import (
     multiplies_block_scaled,
     specializes_warps,
 )
-from tmoe.kernels.quantize_fp8 import quantize_fp8
-from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
-from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
-from tmoe.kernels.sort import sort_tokens, tile_rows
-from tmoe.kernels.spread_codes import spread_codes
+from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
 from ..checks import expect
 from ..dispatch.backend import NO_ADAPTERS
-from ..dispatch.problem import Adapters, ExpertsSpec, Problem, StaticScales, result_dtype
+from ..dispatch.problem import (
+    Adapters,
+    ExpertsSpec,
+    ExpertTensors,
+    Problem,
+    StaticScales,
+    result_dtype,
+)
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
 from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..options import current
+from .triton_inputs import Inputs, round_rows, scale_of_rows, take_codes
 from .triton_low_rank import low_rank_rows
 from .triton_tiles import Tiles
 
@@ -72,13 +74,7 @@ def why_not_scales(scheme: str) -> str | None:
 
 
 def quantized_experts(
-    x: Tensor,
-    gate_up_proj: QuantizedTensor,
-    down_proj: QuantizedTensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    tensors: ExpertTensors,
     spec: ExpertsSpec,
     out: Tensor | None,
     scales: StaticScales,
@@ -89,6 +85,8 @@ def quantized_experts(
     """x (T, H) bf16 or fp32, or quantised as the scheme's inputs are -> (T, H); see
     `tmoe.dispatch.backend.Backend`. `before` receives what is activated; then, and with adapters,
     x isn't quantised, and the activated rows are stored as numbers."""
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
     assert spec.scheme is not None
     plain = x.data if isinstance(x, QuantizedTensor) else x
     plain_rows = before is not None or any(factor is not None for factor in adapters)
@@ -111,27 +109,16 @@ def quantized_experts(
     )
     given = scales.input if plain is x else plain  # codes have their scales already
     _expect_static("fused_experts", inputs, input_scale=given, hidden_scale=scales.hidden)
-    weights = topk_weights.contiguous()
-    offsets, on_input = order.expert_offsets, weights if spec.weight_on_input else None
+    weights, offsets = topk_weights.contiguous(), order.expert_offsets
+    on_input = weights if spec.weight_on_input else None
     a, gather = Inputs(plain), True
     if isinstance(x, QuantizedTensor):
-        a, gather = _coded(x, order.slot_to_row, tiles.gate_up.specialized)
+        a, gather = take_codes(x, order.slot_to_row, tiles.gate_up.specialized)
     elif inputs is not None:
-        of_experts = scales.input is not None and scales.input.numel() > 1
-        copies = None
-        if on_input is not None or of_experts:  # a token's codes differ from row to row
-            rows = Rows(order.row_to_slot, K, on_input, offsets[-1:])
-            gather, on_input = False, None
-        elif tiles.gate_up.specialized:  # they are wanted row by row
-            rows, copies, gather = ALL_ROWS, order.slot_to_row, False
-        elif _is_of_all(inputs) and scales.input is None:
-            rows = Rows(used_tokens(order.slot_to_row))
-        else:
-            rows = ALL_ROWS
-        a = _quantize(
-            x, inputs, scales.input, rows, offsets,
-            scales_by_column=tiles.gate_up.specialized, copies=copies,
-        )  # fmt: skip
+        a, gather = _round_tokens(
+            x, inputs, scales.input, order, on_input, tiles.gate_up.specialized
+        )
+        on_input = on_input if gather else None
     # The first GEMM quantises what it stores if a static scale is known before the rows are, or if
     # its tiles have whole blocks of them.
     static = None
@@ -158,9 +145,9 @@ def quantized_experts(
     second = low_rank_rows(hidden, adapters.down_a, adapters.down_b, order)
     a = Inputs(hidden, blocks)
     if static is not None:
-        a = Inputs(hidden, _of_rows(static, offsets, S))
+        a = Inputs(hidden, scale_of_rows(static, offsets, S))
     elif inputs is not None and blocks is None:
-        a = _quantize(
+        a = round_rows(
             hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets,
             scales_by_column=tiles.down.specialized,
         )  # fmt: skip
@@ -172,6 +159,33 @@ def quantized_experts(
     if out is None:
         out = plain.new_empty(T, H, dtype=result_dtype(x, spec.wide))
     return combine(y, order.slot_to_row, out)
+
+
+def _round_tokens(
+    x: Tensor,
+    recipe: Recipe,
+    scale: Tensor | None,
+    order: SortedTokens,
+    on_input: Tensor | None,
+    specialized: bool,
+) -> tuple[Inputs, bool]:
+    """x as the first GEMM takes it, and whether that has to gather it. If not, it is multiplied by
+    `on_input` already."""
+    copies, gather = None, True
+    if on_input is not None or (scale is not None and scale.numel() > 1):
+        # A token's codes differ from row to row.
+        K = order.slot_to_row.shape[1]
+        rows, gather = Rows(order.row_to_slot, K, on_input, order.expert_offsets[-1:]), False
+    elif specialized:  # they are wanted row by row
+        rows, copies, gather = ALL_ROWS, order.slot_to_row, False
+    elif _is_of_all(recipe) and scale is None:
+        rows = Rows(used_tokens(order.slot_to_row))
+    else:
+        rows = ALL_ROWS
+    a = round_rows(
+        x, recipe, scale, rows, order.expert_offsets, scales_by_column=specialized, copies=copies
+    )
+    return a, gather
 
 
 def quantized_grouped_gemm(
@@ -195,7 +209,7 @@ def quantized_grouped_gemm(
     order = tile_rows(expert_offsets, S, block_m=tile.block_m)
     rows = Inputs(a)
     if inputs is not None:
-        rows = _quantize(
+        rows = round_rows(
             a, inputs, scale, Rows(count=expert_offsets[-1:]), expert_offsets,
             scales_by_column=tile.specialized,
         )  # fmt: skip
@@ -203,83 +217,9 @@ def quantized_grouped_gemm(
     return clear_tail(y, expert_offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Rows as a GEMM takes them: numbers, or codes and their scales."""
-
-    data: Tensor
-    scale: Tensor | None = None  # fp32, one number, of rows, or of their blocks of 128
-    blocks: Tensor | None = None  # scales of their blocks of 16 or 32, as they are stored
-
-
-def _quantize(
-    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor, *,
-    scales_by_column: bool, copies: Tensor | None = None,
-) -> Inputs:  # fmt: skip
-    """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
-    multiplied out: what the format holds, as numbers of x's dtype.
-
-    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column and
-    copies: as for `quantize_fp8`.
-    """
-    format, of_experts = recipe.format, scale is not None and scale.numel() > 1
-    keep = multiplies_block_scaled(x.device)
-    if scale is not None and not of_experts:
-        scale = scale.reshape(())
-    num_rows = len(x) if rows.index is None else len(rows.index)
-    if format.has_global_scale:
-        data, blocks, g = quantize_nvfp4(
-            x, global_scale=scale, rows=rows, expert_offsets=expert_offsets if of_experts else None
-        )
-        g = _of_rows(g, expert_offsets, num_rows)
-        if keep:
-            return Inputs(data, g, blocks)
-        return Inputs(dequantize_nvfp4(data, blocks, None, dtype=x.dtype), g)
-    if format.scale is not FLOAT32:
-        element = format.element.name
-        data, blocks = quantize_mx(x, element=element, scale_rule=recipe.scale_rule, rows=rows)
-        if keep:
-            return Inputs(data, None, blocks)
-        return Inputs(dequantize_mx(data, blocks, element=element, dtype=x.dtype))
-    block = block_of(recipe.block_shape)
-    if scale is not None and of_experts:
-        block, scale = "row", _of_rows(scale, expert_offsets, num_rows)
-    return Inputs(
-        *quantize_fp8(
-            x,
-            block=block,
-            scale=scale,
-            rows=rows,
-            scales_by_column=scales_by_column,
-            copies=copies,
-        )  # fmt: skip
-    )
-
-
-def _coded(x: QuantizedTensor, slot_to_row: Tensor, specialized: bool) -> tuple[Inputs, bool]:
-    """Rows that were quantised before, as `_quantize` would have made them of what they were made
-    of; and whether they are to be gathered."""
-    format = FORMATS[x.format]
-    if format.scale is FLOAT32:
-        if specialized:
-            return Inputs(*spread_codes(x.data, x.scale, slot_to_row)), False
-        return Inputs(x.data, x.scale), True
-    g = x.global_scale
-    if multiplies_block_scaled(x.device):
-        return Inputs(x.data, g, x.scale), True
-    if format.has_global_scale:
-        return Inputs(dequantize_nvfp4(x.data, x.scale, None, dtype=x.dtype), g), True
-    element = format.element.name
-    return Inputs(dequantize_mx(x.data, x.scale, element=element, dtype=x.dtype)), True
-
-
-def _of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """One number as (); (E,) as (S,): each row has its expert's."""
-    if of_experts.numel() == 1:
-        return of_experts.float().reshape(())
-    row = torch.arange(num_rows, device=of_experts.device, dtype=expert_offsets.dtype)
-    expert = torch.searchsorted(expert_offsets[1:], row, right=True)
-    return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]
+def _is_of_all(recipe: Recipe) -> bool:
+    """Whether one scale serves all rows."""
+    return recipe.format.has_global_scale or block_of(recipe.block_shape) == "tensor"
 
 
 def _expect_static(op: str, recipe: Recipe | None, **scales: Tensor | None) -> None:
@@ -289,11 +229,6 @@ def _expect_static(op: str, recipe: Recipe | None, **scales: Tensor | None) -> N
         wanted = f"given with batch_invariant: a dynamic scale of {name} is of all rows"
         for arg, scale in scales.items():
             expect(scale is not None, op, arg, wanted, None)
-
-
-def _is_of_all(recipe: Recipe) -> bool:
-    """Whether one scale serves all rows."""
-    return recipe.format.has_global_scale or block_of(recipe.block_shape) == "tensor"
 
 
 def _kind(weight: QuantizedTensor, inputs: Recipe | None) -> str:

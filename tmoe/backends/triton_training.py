@@ -37,19 +37,20 @@ from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
 from tmoe.kernels.weight_gradient import weight_gradient
 from tmoe.kernels.weighted_combine import weighted_combine
 
-from ..dispatch.problem import ExpertGradients, ExpertsSpec, GemmGradients
+from ..dispatch.problem import (
+    ExpertGradients,
+    ExpertsSpec,
+    ExpertTensors,
+    FrozenGradients,
+    GemmGradients,
+)
+from ..formats import QuantizedTensor
 from ..options import current
 
 
 def experts_backward(
     dy: Tensor,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    tensors: ExpertTensors,
     spec: ExpertsSpec,
     kept: Tensor | None,
     wanted: ExpertGradients,
@@ -57,16 +58,17 @@ def experts_backward(
     sums: ExpertGradients,
 ) -> ExpertGradients:
     """See `tmoe.dispatch.backend.Backend.experts_backward`."""
+    x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, columns, activation = T * K, gate_up_proj.shape[1], spec.activation
-    tiles = _tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
+    tiles = backward_tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     order = sort_tokens(
         topk_ids,
         num_experts=E,
         first_expert=spec.first_expert,
         block_m=tiles.d_activated.block_m,
     )
-    dy, weights = _with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
+    dy, weights = with_unit_stride(dy).to(x.dtype), topk_weights.contiguous()
     on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
     needs = _Needs(wanted, spec.weight_on_input)
     gradients: dict[str, Any] = {}
@@ -105,18 +107,7 @@ def experts_backward(
     if needs.d_rows:
         assert d_hidden is not None and rows is not None
         grouped_gemm(rows, d_hidden, gate_up_proj.transpose(1, 2), order, tiles.d_rows)
-        d_x = x.new_empty(T, H) if wanted.x else None
-        if on_input is None:
-            assert d_x is not None
-            combine(rows, order.slot_to_row, d_x)
-        else:
-            dots = None
-            if wanted.topk_weights:
-                dots = torch.empty((T, K), dtype=torch.float32, device=x.device)
-                gradients["topk_weights"] = dots
-            weighted_combine(rows, x, on_input, order.slot_to_row, out=d_x, dots=dots)
-        if d_x is not None:
-            gradients["x"] = d_x
+        gradients |= input_gradients(rows, x, on_input, order, wanted)
     if wanted.topk_weights:
         gradients["topk_weights"] = gradients["topk_weights"].to(topk_weights.dtype)
 
@@ -142,6 +133,30 @@ def experts_backward(
     return ExpertGradients(**gradients)
 
 
+def input_gradients(
+    rows: Tensor,
+    x: Tensor,
+    on_input: Tensor | None,
+    order: SortedTokens,
+    wanted: ExpertGradients | FrozenGradients,
+) -> dict[str, Tensor]:
+    """Of x and, where they multiplied it, of the routing weights, as far as they are wanted.
+    `rows` are what the first projection's inputs get."""
+    slots, d_x = order.slot_to_row, x.new_empty(x.shape) if wanted.x else None
+    found = {} if d_x is None else {"x": d_x}
+    if on_input is None:
+        assert d_x is not None
+        combine(rows, slots, d_x)
+        return found
+    dots = None
+    if wanted.topk_weights:
+        dots = found["topk_weights"] = torch.empty(
+            slots.shape, dtype=torch.float32, device=x.device
+        )
+    weighted_combine(rows, x, on_input, slots, out=d_x, dots=dots)
+    return found
+
+
 class _Needs:
     """Which intermediate results the wanted gradients need."""
 
@@ -165,8 +180,8 @@ def grouped_gemm_backward(
 ) -> GemmGradients:
     """See `tmoe.dispatch.backend.Backend.grouped_gemm_backward`."""
     (S, D), E = a.shape, b.shape[0]
-    tiles = _tiles(a, (b,), S / E, min(b.shape[1:]))
-    dy, expert_offsets = _with_unit_stride(dy), expert_offsets.contiguous()
+    tiles = backward_tiles(a, (b,), S / E, min(b.shape[1:]))
+    dy, expert_offsets = with_unit_stride(dy), expert_offsets.contiguous()
     order = tile_rows(expert_offsets, S, block_m=tiles.d_rows.block_m)
     gradients: dict[str, Any] = {}
     if wanted.a:
@@ -196,7 +211,7 @@ def _weight_gradient(
     return None
 
 
-def _tiles(
+def backward_tiles(
     x: Tensor, weights: tuple[Tensor, ...], rows_per_expert: float, intermediate: int
 ) -> BackwardTiles:
     return choose_backward_tiles(
@@ -204,11 +219,11 @@ def _tiles(
         x.dtype,
         rows_per_expert=rows_per_expert,
         intermediate=intermediate,
-        described=all(can_describe(w) for w in weights),
+        described=all(not isinstance(w, QuantizedTensor) and can_describe(w) for w in weights),
         batch_invariant=current().batch_invariant,
     )
 
 
-def _with_unit_stride(rows: Tensor) -> Tensor:
+def with_unit_stride(rows: Tensor) -> Tensor:
     """A gradient may be one number, expanded."""
     return rows if rows.stride(1) == 1 else rows.contiguous()

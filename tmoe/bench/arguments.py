@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from ..demo.shapes import MoEShape
+    from ..shapes import MoEShape
 
 
 def shapes_of(texts: list[str] | None, gpu: bool) -> list[MoEShape]:
     """Layers by name or by their sizes; the usual ones if there are none."""
-    from ..demo.shapes import MoEShape
+    from ..shapes import MoEShape
     from ..tune import parse_layer
     from .shapes import GPU_SHAPES, SHAPES, TINY
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import tmoe
 
-from ..demo.shapes import MoEShape
 from ..dispatch.known import WITH_A_LAYOUT
 from ..formats import SCHEMES
+from ..shapes import MoEShape
 from .peers import PEERS, Missing
 from .reference import check_experts, check_quantized_experts, quantized
 from .roofline import Work, device_name, experts_work, roof_of

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from ..checks import expect
-from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
+from ..shapes import MoEShape
 from .cases import multiplies_fp8
 from .loads import Load, chances
 from .roofline import ROOFS, Roof, Work, experts_work

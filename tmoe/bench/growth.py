@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..demo.shapes import MoEShape
+from ..shapes import MoEShape
 from .cost_model import predict
 from .tables import Grid, Row, us_text
 

@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from ..demo.shapes import MoEShape
 from ..demo.timing import median_ms
+from ..shapes import MoEShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 import tmoe
 
-from ..demo.shapes import MoEShape, random_weights
+from ..shapes import MoEShape, random_weights
 from .cases import Case, experts_case, prepared_weights
 from .machine import machine_info
 from .peers import PEERS, Missing

@@ -10,8 +10,8 @@ from torch import Tensor
 import tmoe
 
 from ..checks import expect
-from ..demo.shapes import MODEL_SHAPES, MoEShape, layer_shape
 from ..dispatch.known import MODELS
+from ..shapes import MODEL_SHAPES, MoEShape, layer_shape
 
 TINY = MoEShape("tiny", 8, 2, 256, 256)  # a layer of the demo's model
 TP8 = layer_shape("deepseek-v3", tp=8)

@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 import tmoe
 
-from .shapes import MODEL_SHAPES, MoEShape, random_inputs, random_weights
+from ..shapes import MODEL_SHAPES, MoEShape, random_inputs, random_weights
 from .timing import median_ms
 from .verdict import error_and_bound, experts_fp64
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import Activation
-from ..checks import expect, expect_type
+from ..checks import expect, expect_size, expect_type
 from ..formats import QuantizedTensor
 from ..options import current
 from .measure import known_times
@@ -32,8 +32,7 @@ def explain(layer_or_problem: nn.Module | Problem, num_tokens: int = 64) -> Deci
     `NoBackendError` where nothing can run.
     """
     expect_type(layer_or_problem, (nn.Module, Problem), "explain", "layer_or_problem")
-    expect_type(num_tokens, int, "explain", "num_tokens")
-    expect(num_tokens >= 0, "explain", "num_tokens", "at least 0", num_tokens)
+    expect_size(num_tokens, "explain", "num_tokens", least=0)
     if isinstance(layer_or_problem, nn.Module):
         problem = _describe(layer_or_problem, num_tokens)
     else:

@@ -68,6 +68,18 @@ class FrozenGradients(NamedTuple):
     down_b: Any = None
 
 
+class ExpertTensors(NamedTuple):
+    """What a layer's experts compute with; weights plain, or `QuantizedTensor`s."""
+
+    x: Tensor  # (T, H)
+    gate_up_proj: Tensor  # (E, 2I, H), or (E, I, H) without a gate
+    down_proj: Tensor  # (E, H, I)
+    topk_weights: Tensor  # (T, K)
+    topk_ids: Tensor  # (T, K), global
+    gate_up_bias: Tensor | None = None  # (E, 2I) or (E, I)
+    down_bias: Tensor | None = None  # (E, H)
+
+
 class StaticScales(NamedTuple):
     """Scales of the experts' inputs that were measured beforehand: one number, or (E,)."""
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file as save_safetensors
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor
 from .format import FORMATS
 from .quantized_tensor import FLOATS, QuantizedTensor
 
@@ -39,7 +39,7 @@ def save_file(
     flat: dict[str, Tensor] = {}
     descriptions = {}
     for name, tensor in tensors.items():
-        expect_type(tensor, Tensor, op, name)
+        expect_tensor(tensor, op, name)
         entries = {name: tensor}
         if isinstance(tensor, QuantizedTensor):
             entries = _entries(name, tensor)

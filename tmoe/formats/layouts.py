@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
@@ -109,7 +109,7 @@ def _padded(rows: int, columns: int) -> tuple[int, int]:
 
 
 def _expect_matrix(value: Tensor, op: str, arg: str) -> None:
-    expect_type(value, Tensor, op, arg)
+    expect_tensor(value, op, arg)
     expect(value.ndim >= 2, op, arg, "of at least 2 dimensions", tuple(value.shape))
 
 
@@ -118,5 +118,5 @@ def _expect_bytes(value: Tensor, op: str, arg: str) -> None:
 
 
 def _expect_dtype(value: Tensor, op: str, arg: str, dtype: torch.dtype) -> None:
-    expect_type(value, Tensor, op, arg)
+    expect_tensor(value, op, arg)
     expect(value.dtype == dtype, op, arg, f"of dtype {dtype}", value.dtype)

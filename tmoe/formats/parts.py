@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor, expect_type
 from .format import E8M0, FLOAT32, Block, Format
 from .layouts import decode_e8m0
 
@@ -33,7 +33,7 @@ def logical_shape(
     data: Tensor, shape: Sequence[int] | None, format: Format, op: str
 ) -> tuple[int, ...]:
     """The shape of the matrix that `data` holds: as given, checked, or from the data's own."""
-    expect_type(data, Tensor, op, "data")
+    expect_tensor(data, op, "data")
     expect(data.ndim >= 1, op, "data", "of at least 1 dimension", tuple(data.shape))
     if shape is None:
         *lead, K = data.shape
@@ -65,7 +65,7 @@ def checked_scale(
     scale: Tensor, shape: tuple[int, ...], format: Format, block_shape: Block, op: str
 ) -> Tensor:
     """The scales, contiguous, of the format's scale type and one of ``format.scale_shapes``."""
-    expect_type(scale, Tensor, op, "scale")
+    expect_tensor(scale, op, "scale")
     _expect_dtype(scale, _SCALES[format.scale.name], op, "scale", format)
     wanted = format.scale_shapes(shape, block_shape)
     scale = _reshaped(scale, wanted, op, "scale", format, shape)
@@ -92,7 +92,7 @@ def checked_global_scale(
         return None
     if global_scale is None:
         raise ValueError(f"{op}: global_scale must be given for {format.name}, got None")
-    expect_type(global_scale, Tensor, op, "global_scale")
+    expect_tensor(global_scale, op, "global_scale")
     _expect_dtype(global_scale, FLOATS, op, "global_scale", format)
     wanted = format.global_scale_shapes(shape)
     global_scale = _reshaped(global_scale, wanted, op, "global_scale", format, shape).float()

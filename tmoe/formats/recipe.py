@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor, expect_type
 from .format import FLOAT32, FORMATS, Block, Format
 from .parts import FLOATS
 from .quantized_tensor import QuantizedTensor
@@ -81,7 +81,7 @@ class Recipe:
 
 def check_input(op: str, x: Tensor, format: Format, arg: str = "x") -> None:
     """Raise unless `x` can be quantised to `format`."""
-    expect_type(x, Tensor, op, arg)
+    expect_tensor(x, op, arg)
     quantized = isinstance(x, QuantizedTensor)
     expect(not quantized, op, arg, "an ordinary tensor: call .dequantize() first", x)
     expect(x.dtype in FLOATS, op, arg, "of dtype float32, bfloat16 or float16", x.dtype)

@@ -34,10 +34,12 @@ class Scheme:
     takes_scales: bool = False  # static scales of the inputs may be given
 
     @classmethod
-    def of(cls, name: str, op: str) -> Scheme:
-        """The scheme of that name; `op` is whom an error names."""
+    def of(cls, name: str, op: str, *, or_bf16: bool = False) -> Scheme:
+        """The scheme of that name. `op` is whom an error names; `or_bf16`: it takes None and bf16
+        too, which are none."""
         expect_type(name, str, op, "scheme")
-        expect(name in SCHEMES, op, "scheme", f"None, bf16 or one of {', '.join(SCHEMES)}", name)
+        wanted = f"{'None, bf16 or ' if or_bf16 else ''}one of {', '.join(SCHEMES)}"
+        expect(name in SCHEMES, op, "scheme", wanted, name)
         return SCHEMES[name]
 
     def accepts(self, format: str, block_shape: tuple[int | None, int | None]) -> bool:

@@ -10,20 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..activation import Activation
 from ..dispatch.backend import Backend
 from ..dispatch.problem import (
     Adapters,
     ExpertsSpec,
+    ExpertTensors,
     FrozenGradients,
     StaticScales,
-    result_dtype,
     token_bucket,
 )
-from ..formats.format import FORMATS
-from .experts import weight_of
+from .experts import activation_of, fake_experts
 from .operation import Facts, Operation
 from .training import Training
+from .weights import columns_of, weight_of
 
 
 def _facts(*arguments: Any) -> Facts:
@@ -31,16 +30,16 @@ def _facts(*arguments: Any) -> Facts:
     *adapters, input_scale, hidden_scale, scheme, format, _ = rest[:9]
     spec = rest[9:]
     name, alpha, limit, _, weight_on_input, first, num_experts, wide = spec
-    (T, K), (local, H, columns) = topk_ids.shape, down[0].shape
+    (T, K), (local, H, _) = topk_ids.shape, down[0].shape
     return Facts(
         "fused_experts",
         token_bucket(T),
         H,
-        columns * (2 if format and FORMATS[format].is_packed else 1),
+        columns_of(down[0], format),
         num_experts,
         K,
         x.dtype,
-        activation=Activation(name, alpha, limit),
+        activation=activation_of(name, alpha, limit),
         has_bias=gate_up_bias is not None or down_bias is not None,
         weight_on_input=weight_on_input,
         scheme=scheme or None,
@@ -51,19 +50,21 @@ def _facts(*arguments: Any) -> Facts:
     )
 
 
-def _described(*arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A backend's tensors, and its spec, static scales and adapters."""
+def _described(
+    *arguments: Any,
+) -> tuple[ExpertTensors, tuple[ExpertsSpec, StaticScales, Adapters]]:
+    """What a backend's methods begin with."""
     x, gate_up, down, topk_weights, topk_ids, gate_up_bias, down_bias, *rest = arguments
     *adapters, input_scale, hidden_scale, scheme, format, block, name, alpha, limit = rest[:12]
     interleaved, weight_on_input, first_expert, num_experts, wide = rest[12:]
-    activation = Activation(name, alpha, limit)
+    activation = activation_of(name, alpha, limit)
     spec = ExpertsSpec(
         activation, interleaved, weight_on_input, first_expert, num_experts, scheme or None, wide
     )
     weights = gate_up[0], down[0]
     if scheme:
         weights = weight_of(gate_up, format, block, x), weight_of(down, format, block, x)
-    tensors = (x, *weights, topk_weights, topk_ids, gate_up_bias, down_bias)
+    tensors = ExpertTensors(x, *weights, topk_weights, topk_ids, gate_up_bias, down_bias)
     return tensors, (spec, StaticScales(input_scale, hidden_scale), Adapters(*adapters))
 
 
@@ -71,27 +72,21 @@ def _compute(backend: Backend, *rest: Any) -> Tensor:
     *arguments, out = rest
     tensors, (spec, scales, adapters) = _described(*arguments)
     given = {"adapters": adapters} if any(f is not None for f in adapters) else {}
-    y: Tensor = backend.fused_experts(*tensors, spec, out, scales, **given)  # type: ignore[call-arg]
+    y: Tensor = backend.fused_experts(tensors, spec, out, scales, **given)
     return y
 
 
 def _train(backend: Backend, *arguments: Any) -> tuple[Tensor, Tensor]:
     tensors, how = _described(*arguments)
-    return backend.train_frozen(*tensors, *how)
+    return backend.train_frozen(tensors, *how)
 
 
 def _backward(backend: Backend, grad: Tensor, *rest: Any) -> list[Tensor]:
     *arguments, kept, wanted, may_write, _ = rest
     tensors, how = _described(*arguments)
     known = kept if kept.numel() else None
-    given: Any = (grad, *tensors, *how, known, FrozenGradients(*wanted), may_write)
-    found = backend.frozen_backward(*given)
+    found = backend.frozen_backward(grad, tensors, *how, known, FrozenGradients(*wanted), may_write)
     return [gradient for gradient in found if gradient is not None]
-
-
-def _fake(x: Tensor, *rest: Any) -> Tensor:
-    *_, wide, _ = rest
-    return x.new_empty(x.shape, dtype=result_dtype(x, wide))
 
 
 def _fake_kept(x: Tensor, gate_up: list[Tensor], *rest: Any) -> Tensor:
@@ -109,7 +104,7 @@ _FROZEN = Operation(
     "Tensor",
     facts=_facts,
     compute=_compute,
-    fake=_fake,
+    fake=fake_experts,
     differentiable=(0, 3, 5, 6, 7, 8, 9, 10),
 ).define(has_out=False, has_backward=False)
 Training(_FROZEN, _backward, (), _train, _fake_kept).define()

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor
 
 
 def main_grad_of(op: str, weight: Any) -> Tensor:
@@ -27,7 +27,7 @@ def main_grad_of(op: str, weight: Any) -> Tensor:
             "in force; the weight must be the parameter itself, and not compiled"
         )
         expect(False, op, "main_grad", wanted, f"a weight of shape {tuple(weight.shape)} without")
-    expect_type(main_grad, Tensor, op, "main_grad")
+    expect_tensor(main_grad, op, "main_grad")
     ok = main_grad.shape == weight.shape and main_grad.dtype.is_floating_point
     wanted = f"floating point of shape {tuple(weight.shape)} on {weight.device}"
     got = f"{main_grad.dtype} {tuple(main_grad.shape)} on {main_grad.device}"

@@ -30,10 +30,9 @@ from ..dispatch.tuned import load_tuned, measure_call
 from ..formats.recipe import Recipe
 from ..options import Options, current, options
 from ..routing import Routing
+from .define import implement, implement_autograd, operator
 from .guards import autocast_off, autograd_works, device_guard, is_current
 from .shortcut import note
-
-LIBRARY = torch.library.Library("tmoe", "DEF")
 
 
 class Facts(NamedTuple):
@@ -131,9 +130,7 @@ class Operation:
             tail = "bool[] wanted, str? backend) -> Tensor[]"
             backward = f"{name}_backward(Tensor[] grads, {arguments}, {tail}"
             implement(backward, self.backward, self.fake_backward)
-            torch.library.register_autograd(
-                f"tmoe::{name}", self.differentiate, setup_context=self.setup_context, lib=LIBRARY
-            )
+            implement_autograd(name, self.differentiate, self.setup_context)
         if has_out:
             implement(f"{name}_out(Tensor(a!) out, {arguments}) -> ()", self.forward_out, _no_fake)
         return self
@@ -253,7 +250,7 @@ class Operation:
         tensors = iter(ctx.saved_tensors)
         arguments = [next(tensors) if value is _SAVED else value for value in ctx.arguments]
         wanted = [ctx.needs_input_grad[i] for i in self.differentiable]
-        op = getattr(torch.ops.tmoe, f"{self.name}_backward").default
+        op = operator(f"{self.name}_backward")
         grads = [all_grads[i] for i in self.differentiated]
         found = op(grads, *arguments, wanted, ctx.backend)
         gradients = dict(zip(self.positions(wanted), found, strict=True))
@@ -262,13 +259,6 @@ class Operation:
 
 
 _SAVED = object()  # stands where a tensor was
-
-
-def implement(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tmoe::{name}", fake, lib=LIBRARY)
 
 
 def _no_fake(*arguments: Any) -> None:

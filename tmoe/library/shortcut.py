@@ -66,7 +66,11 @@ def with_shortcut(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
         facts: list[Any] = [function, current(), tuple(kwargs)]
-        if not _describe(args, facts, tensors) or not _describe(kwargs.values(), facts, tensors):
+        try:
+            plain = _describe(args, facts, tensors) and _describe(kwargs.values(), facts, tensors)
+        except RuntimeError:  # a sparse or nested tensor, which the function will refuse
+            plain = False
+        if not plain:
             return function(*args, **kwargs)
         if not tensors or tensors[0].device.type not in DEVICES:
             return function(*args, **kwargs)

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..options import current, options
+from .define import implement, implement_autograd, operator
 from .guards import autocast_off, autograd_works, device_guard
 from .main_grad import main_grad_of, tell_added
-from .operation import LIBRARY, Operation, choose_for_training, implement, laid_out_like
+from .operation import Operation, choose_for_training, laid_out_like
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class Training:
             schema = f"{name}_train({arguments}) -> (Tensor, Tensor)"
             implement(schema, self.run_forward, self.fake_forward)
         for op in ops:
-            torch.library.register_autograd(
-                f"tmoe::{op}", self.differentiate, setup_context=self.setup_context, lib=LIBRARY
-            )
+            implement_autograd(op, self.differentiate, self.setup_context)
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         assert self.forward is not None
@@ -151,7 +150,7 @@ class Training:
             is_last = not (_is_seen() or torch._C._autograd._get_current_graph_task_keep_graph())
             weights = {i: weight for i, weight in ctx.weights.items() if ctx.needs_input_grad[i]}
             if weights or (is_last and kept.numel()):
-                run = getattr(torch.ops.tmoe, f"{operation.name}_backward_").default
+                run = operator(f"{operation.name}_backward_")
                 sums = [main_grad_of(operation.name, weight) for weight in weights.values()]
                 kept = kept if is_last else kept.clone()
                 found = run(grad, *arguments, kept, sums, list(weights), *asked)
@@ -160,7 +159,7 @@ class Training:
                     i: rest for i, w in weights.items() if (rest := tell_added(w)) is not None
                 }
             else:
-                run = getattr(torch.ops.tmoe, f"{operation.name}_backward").default
+                run = operator(f"{operation.name}_backward")
                 found = run(grad, *arguments, kept, *asked)
             gradients |= zip(operation.positions(wanted), found, strict=True)
         nothing = [

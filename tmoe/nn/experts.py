@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import Activation
-from ..checks import expect, expect_type
-from ..formats import SCHEMES, QuantizedTensor, Scheme
+from ..checks import expect, expect_tensor, expect_type
+from ..formats import SCHEMES, QuantizedTensor
 from ..ops import fused_experts, quantize
-from .arguments import expect_parameter_dtype, expect_sizes
+from .arguments import expect_flags, expect_parameter_dtype, expect_scheme_name, expect_sizes
 from .lora import LORA, read_adapted
 
 
@@ -39,6 +39,12 @@ class Experts(nn.Module):
     Source: the experts classes of transformers, for example ``Qwen3MoeExperts``.
     """
 
+    gate_up_proj: nn.Parameter  # of a gated activation
+    gate_up_proj_bias: nn.Parameter | None
+    up_proj: nn.Parameter  # of another one
+    up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
     input_scale: Tensor | None
     hidden_scale: Tensor | None
 
@@ -65,17 +71,19 @@ class Experts(nn.Module):
         names = ("num_experts", "hidden_size", "intermediate_size")
         expect_sizes("Experts", **dict(zip(names, sizes, strict=True)))
         expect_parameter_dtype("Experts", dtype)
-        takes_scales = scheme not in (None, "bf16") and Scheme.of(scheme, "Experts").takes_scales
+        expect_flags("Experts", bias=bias, interleaved=interleaved, weight_on_input=weight_on_input)
+        expect_scheme_name("Experts", scheme)
+        takes_scales = scheme in SCHEMES and SCHEMES[scheme].takes_scales
         for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
             if scale is not None:
-                expect_type(scale, Tensor, "Experts", arg)
+                expect_tensor(scale, "Experts", arg)
                 expect(takes_scales, "Experts", arg, f"None for {scheme}", "a tensor")
                 fits = scale.numel() == 1 or scale.shape == (num_experts,)
                 wanted = f"one number or of shape ({num_experts},)"
                 expect(fits, "Experts", arg, wanted, tuple(scale.shape))
                 scale = scale.detach().to(device, torch.float32)
             self.register_buffer(arg, scale)
-        self.activation = Activation.of(activation)
+        self.activation = Activation.of(activation, "Experts")
         gated = self.activation.gated
         wanted = f"False for {self.activation.name}, which has no gate"
         expect(gated or not interleaved, "Experts", "interleaved", wanted, interleaved)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import Activation
-from ..checks import expect, expect_type
-from ..formats import Scheme
+from ..checks import expect, expect_size, expect_tensor, expect_type
 from ..routing import Routing
-from .arguments import expect_parameter_dtype, expect_sizes
+from .arguments import expect_flags, expect_parameter_dtype, expect_scheme_name, expect_sizes
 from .experts import Experts
 from .router import Router
 from .shared_expert import SharedExpert
@@ -81,11 +80,11 @@ class MoE(nn.Module):
         expect_type(routing, Routing, "MoE", "routing")
         expect_sizes("MoE", hidden_size=hidden_size, intermediate_size=intermediate_size)
         expect_parameter_dtype("MoE", dtype)
-        if scheme not in (None, "bf16"):
-            Scheme.of(scheme, "MoE")
+        expect_scheme_name("MoE", scheme)
+        activation = Activation.of(activation, "MoE")
         shared = shared_intermediate_size
-        expect_type(shared, int, "MoE", "shared_intermediate_size")
-        expect(shared >= 0, "MoE", "shared_intermediate_size", "at least 0", shared)
+        expect_size(shared, "MoE", "shared_intermediate_size", least=0)
+        expect_flags("MoE", shared_expert_gate=shared_expert_gate, router_bias=router_bias)
         wanted = "False where shared_intermediate_size is 0"
         expect(shared > 0 or not shared_expert_gate, "MoE", "shared_expert_gate", wanted, True)
         self.hidden_size = hidden_size
@@ -142,7 +141,7 @@ class MoE(nn.Module):
 
     def _routed(self, x: Tensor, topk_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x as (T, H), and the weights and ids (T, K) of its tokens."""
-        expect_type(x, Tensor, "MoE", "x")
+        expect_tensor(x, "MoE", "x")
         H = self.hidden_size
         ok = x.ndim > 0 and x.shape[-1] == H
         expect(ok, "MoE", "x", f"of shape (..., {H})", tuple(x.shape))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor, expect_type
 from ..ops import router
 from ..routing import Routing
-from .arguments import expect_parameter_dtype, expect_sizes
+from .arguments import expect_flags, expect_parameter_dtype, expect_sizes
 
 
 class Router(nn.Module):
@@ -57,6 +57,7 @@ class Router(nn.Module):
         super().__init__()
         expect_type(routing, Routing, "Router", "routing")
         expect_sizes("Router", hidden_size=hidden_size)
+        expect_flags("Router", bias=bias)
         expect_parameter_dtype("Router", dtype)
         self.hidden_size = hidden_size
         self.routing = routing
@@ -89,6 +90,7 @@ class Router(nn.Module):
         T is the product of the leading sizes. The logits have the dtype of the matmul. With
         `topk_ids` (T, K), of an earlier run or of a table, nothing is selected.
         """
+        expect_tensor(x, "Router", "x")
         H = self.hidden_size
         ok = x.ndim > 0 and x.shape[-1] == H
         expect(ok, "Router", "x", f"of shape (..., {H})", tuple(x.shape))

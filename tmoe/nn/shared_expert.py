@@ -29,7 +29,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         expect_sizes("SharedExpert", hidden_size=hidden_size, intermediate_size=intermediate_size)
         expect_parameter_dtype("SharedExpert", dtype)
-        self.activation = Activation.of(activation)
+        self.activation = Activation.of(activation, "SharedExpert")
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the experts compute: `grouped_gemm`, `fused_experts`, and `moe` from logits to output."""
+"""What the experts compute: `fused_experts`."""
 
 from __future__ import annotations
 
@@ -26,87 +26,15 @@ from ..arguments import (
 from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..formats.recipe import Recipe
-from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
+from ..library import operator, with_shortcut
 from ..low_rank import LowRank
 from ..options import current
-from ..routing import Routing
 from .frozen import run_frozen
-from .route import route
 
-
-@with_shortcut
-def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    expert_offsets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    scheme: str | None = None,
-    a_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Multiply each expert's rows by its matrix: ``y[rows e] = a[rows e] @ b[e].T + bias[e]``.
-
-    Args:
-        a: (S, D), rows sorted by expert; float32, float16, bfloat16 or float64.
-        b: (E, N, D), a's dtype; any strides, a transposed storage as its ``.transpose(1, 2)``. Or
-            a `QuantizedTensor`.
-        expert_offsets: (E+1,) int32, exclusive: expert e owns rows
-            [expert_offsets[e], expert_offsets[e+1]). They start at 0, never decrease and end at S
-            or before; on a CPU that is checked, on a GPU it would mean waiting for the device.
-        bias: (E, N), a's dtype.
-        scheme, a_scale: as `fused_experts` takes `scheme` and `input_scale`.
-        out: (S, N) contiguous, written instead of a new tensor; not while gradients are needed.
-
-    Returns:
-        (S, N) in a's dtype (autocast's, while that is on). Rows past the last offset are 0 and
-        have gradient 0, whatever they hold.
-
-    Differentiable in a, b and bias, once; a quantised b is frozen.
-
-    Raises:
-        TypeError, ValueError: with the argument's name, what was wanted and what came.
-        NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
-    """
-    op = "grouped_gemm"
-    expect_dtype(a, op, "a", FLOATS)
-    quantized = isinstance(b, QuantizedTensor)
-    if quantized:
-        expect_dtype(a, op, "a", FLOATS[:3])
-        expect_quantized(op, scheme, {"b": b}, a_scale=a_scale)
-    else:
-        expect_scheme(op, scheme)
-        expect_dtype(b, op, "b", FLOATS)
-        expect(a_scale is None, op, "a_scale", "None where b isn't quantised", "a scale")
-    ok = b.ndim == 3 and min(b.shape) >= 1
-    expect(ok, op, "b", "of shape (E, N, D), each at least 1", tuple(b.shape))
-    E, N, D = b.shape
-    ok = a.ndim == 2 and a.shape[1] == D
-    expect(ok, op, "a", f"of shape (S, {D}) for b of shape {(E, N, D)}", tuple(a.shape))
-    expect_dtype(expert_offsets, op, "expert_offsets", (torch.int32,))
-    ok = expert_offsets.shape == (E + 1,)
-    wanted = f"of shape ({E + 1},) for {E} experts"
-    expect(ok, op, "expert_offsets", wanted, tuple(expert_offsets.shape))
-    expect_optional(bias, op, "bias", (E, N))
-
-    a, bias, *plain = autocast(a, bias, *(() if quantized else (b,)))
-    expect_alike(op, {"a": a}, bias=bias, **dict(zip(["b"], plain, strict=False)))
-    expect_same_device(op, {"a": a}, b=b, expert_offsets=expert_offsets, a_scale=a_scale)
-    arguments: tuple[Any, ...]
-    if isinstance(b, QuantizedTensor):
-        plain, words = b.parts(), Recipe.held_by(b).words
-        arguments = (a, plain, expert_offsets, bias, a_scale, scheme, *words[:2])
-        run = torch.ops.tmoe.quantized_grouped_gemm
-        run_out = torch.ops.tmoe.quantized_grouped_gemm_out
-    else:
-        arguments = (a, *plain, expert_offsets, bias)
-        run, run_out = torch.ops.tmoe.grouped_gemm, torch.ops.tmoe.grouped_gemm_out
-    if out is None:
-        y: Tensor = run.default(*arguments, needs_grad(a, bias, *plain))
-        return y
-    expect_out(op, out, (a.shape[0], N), {"a": a}, *plain, expert_offsets, bias)
-    run_out.default(out, *arguments)
-    return out
+_EXPERTS, _EXPERTS_OUT = operator("fused_experts"), operator("fused_experts_out")
+_EXPERTS_TRAIN = operator("fused_experts_train")
+_QUANTIZED, _QUANTIZED_OUT = operator("quantized_experts"), operator("quantized_experts_out")
+_CODED = operator("coded_experts")
 
 
 @with_shortcut
@@ -179,8 +107,9 @@ def fused_experts(
         NoBackendError: no backend can run it, or the one that `tmoe.options` asks for can't.
     """
     op = "fused_experts"
-    activation = Activation.of(activation)
-    if isinstance(gate_up_proj, QuantizedTensor) or isinstance(down_proj, QuantizedTensor):
+    activation = Activation.of(activation, op)
+    quantized = isinstance(gate_up_proj, QuantizedTensor) or isinstance(down_proj, QuantizedTensor)
+    if quantized:
         expect_dtype(x, op, "x", FLOATS[:3])
         both = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
         expect_quantized(op, scheme, both, input_scale=input_scale, hidden_scale=hidden_scale)
@@ -191,27 +120,13 @@ def fused_experts(
             expect_dtype(value, op, arg, FLOATS)
         for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
             expect(scale is None, op, arg, "None with weights that aren't quantised", "a scale")
-    ok = down_proj.ndim == 3 and min(down_proj.shape) >= 1
-    expect(ok, op, "down_proj", "of shape (E, H, I), each at least 1", tuple(down_proj.shape))
-    E, H, I = down_proj.shape
-    rows = 2 * I if activation.gated else I
-    if gate_up_proj.shape != (E, rows, H):
-        wanted = f"of shape {(E, rows, H)} for {activation.name} and down_proj of shape {(E, H, I)}"
-        expect(False, op, "gate_up_proj", wanted, tuple(gate_up_proj.shape))
-    if x.ndim < 1 or x.shape[-1] != H:
-        wanted = f"of shape (..., {H}) for down_proj of shape {(E, H, I)}"
-        expect(False, op, "x", wanted, tuple(x.shape))
-    expect_type(interleaved, bool, op, "interleaved")
-    expect_type(weight_on_input, bool, op, "weight_on_input")
-    if interleaved and not activation.gated:
-        wanted = f"False for {activation.name}, which has no gate"
-        expect(False, op, "interleaved", wanted, True)
+    E, rows, H = _expect_shapes(op, x, gate_up_proj, down_proj, activation)
+    _expect_flags(op, activation, interleaved, weight_on_input)
     expect_optional(gate_up_bias, op, "gate_up_bias", (E, rows))
     expect_optional(down_bias, op, "down_bias", (E, H))
     num_experts = expect_window(op, first_expert, num_experts, E)
     topk_weights, topk_ids = expect_topk(op, topk_weights, topk_ids, x, num_experts)
 
-    quantized = isinstance(gate_up_proj, QuantizedTensor)
     plain = () if quantized else (gate_up_proj, down_proj)
     x, gate_up_bias, down_bias, *weights = autocast(x, gate_up_bias, down_bias, *plain)
     alike = dict(zip(("gate_up_proj", "down_proj"), weights, strict=False))
@@ -226,12 +141,13 @@ def fused_experts(
         input_scale=input_scale,
         hidden_scale=hidden_scale,
     )
-    wide = out_dtype is not None and out_dtype != x.dtype
-    if wide and (out_dtype != torch.float32 or x.dtype == torch.float64):
-        wanted = f"None, x's {x.dtype}, or torch.float32 for 16 bits"
-        expect(False, op, "out_dtype", wanted, out_dtype)
-    rows_of_x = x if x.ndim == 2 else x.reshape(-1, H)
-    tail = (topk_weights, topk_ids, gate_up_bias, down_bias)
+    wide = _expect_out_dtype(op, out_dtype, x, out)
+    if gate_up_lora is not None or down_lora is not None:
+        expect(
+            not isinstance(x, QuantizedTensor), op, "x", "plain where there are adapters", "codes"
+        )
+        expect(out is None, op, "out", "None with adapters", "a tensor")
+
     spec = (
         activation.name,
         activation.alpha,
@@ -242,49 +158,95 @@ def fused_experts(
         num_experts,
         wide,
     )
-    adapted = gate_up_lora is not None or down_lora is not None
-    coded_input = isinstance(x, QuantizedTensor)
-    fits = not (adapted and coded_input)
-    expect(fits, op, "x", "plain where there are adapters", "codes")
-    if adapted or (quantized and not coded_input and out is None and needs_grad(x, *tail)):
-        expect(out is None, op, "out", "None with adapters", "a tensor")
-        both_weights = (gate_up_proj, down_proj) if quantized else tuple(weights)
+    return _run(
+        x,
+        (gate_up_proj, down_proj) if quantized else weights,
+        (topk_weights, topk_ids, gate_up_bias, down_bias),
+        (gate_up_lora, down_lora),
+        (input_scale, hidden_scale),
+        scheme,
+        spec,
+        out,
+    )
+
+
+def _run(
+    x: Tensor,
+    weights: Any,
+    tail: tuple[Any, ...],
+    adapters: tuple[LowRank | None, LowRank | None],
+    scales: tuple[Tensor | None, Tensor | None],
+    scheme: str | None,
+    spec: tuple[Any, ...],
+    out: Tensor | None,
+) -> Tensor:
+    """Call the op that fits what `fused_experts` has checked."""
+    op, flat = "fused_experts", x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    quantized = isinstance(weights[0], QuantizedTensor)
+    parts: Any = [weight.parts() for weight in weights] if quantized else weights
+    words = (scheme, *Recipe.held_by(weights[0]).words[:2]) if quantized else ()
+    if isinstance(x, QuantizedTensor):
+        codes, *scales_of_x = x.parts()
+        coded = (codes, scales_of_x, x.dtype, *parts, *tail, *scales, *words, *spec)
+        result: Tensor = _CODED(*coded, needs_grad(*tail))
+        return result
+    arguments = (flat, *parts, *tail, *(scales if quantized else ()), *words, *spec)
+    if out is not None:
+        inputs = (*parts[0], *parts[1]) if quantized else weights
+        expect_out(op, out, x.shape, {"x": x}, *inputs, *tail)
+        write = _QUANTIZED_OUT if quantized else _EXPERTS_OUT
+        write(out.view(flat.shape), *arguments)
+        return out
+    needed = needs_grad(x, *tail, *(() if quantized else weights))
+    adapted = adapters[0] is not None or adapters[1] is not None
+    if adapted or (quantized and needed):
         y = run_frozen(
-            op, rows_of_x, both_weights, tail, (gate_up_lora, down_lora),
-            (input_scale, hidden_scale), scheme, spec, recompute=_recompute(),
-        )  # fmt: skip
-        return y if x.ndim == 2 else y.reshape(x.shape)
-    if quantized:
-        assert isinstance(gate_up_proj, QuantizedTensor) and isinstance(down_proj, QuantizedTensor)
-        words = Recipe.held_by(gate_up_proj).words
-        if isinstance(x, QuantizedTensor):
-            codes, *scales = x.parts()
-            coded = (codes, scales, x.dtype, gate_up_proj.parts(), down_proj.parts(), *tail)
-            more = (input_scale, hidden_scale, scheme, *words[:2], *spec)
-            result: Tensor = torch.ops.tmoe.coded_experts.default(*coded, *more, needs_grad(*tail))
-            return result
-        parts = (gate_up_proj.parts(), down_proj.parts())
-        arguments = (
-            rows_of_x, *parts, *tail, input_scale, hidden_scale, scheme, *words[:2], *spec
-        )  # fmt: skip
-        run = torch.ops.tmoe.quantized_experts
-        run_out = torch.ops.tmoe.quantized_experts_out
-        needed = False
+            op, flat, weights, tail, adapters, scales, scheme, spec, recompute=_recompute()
+        )
+    elif quantized:
+        y = _QUANTIZED(*arguments, False)
+    elif needed and not _recompute():
+        y = _EXPERTS_TRAIN(*arguments)[0]
     else:
-        arguments = (rows_of_x, *weights, *tail, *spec)
-        run, run_out = torch.ops.tmoe.fused_experts, torch.ops.tmoe.fused_experts_out
-        needed = needs_grad(x, *weights, *tail)
-    if out is None:
-        if needed and not quantized and not _recompute():
-            y = torch.ops.tmoe.fused_experts_train.default(*arguments)[0]
-        else:
-            y = run.default(*arguments, needed)
-        return y if x.ndim == 2 else y.reshape(x.shape)
-    expect(not wide, op, "out_dtype", "None where out is given", out_dtype)
-    inputs = (*parts[0], *parts[1]) if quantized else weights
-    expect_out(op, out, x.shape, {"x": x}, *inputs, *tail)
-    run_out.default(out.view(-1, H), *arguments)
-    return out
+        y = _EXPERTS(*arguments, needed)
+    return y if x.ndim == 2 else y.reshape(x.shape)
+
+
+def _expect_shapes(
+    op: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: Activation
+) -> tuple[int, int, int]:
+    """E, the rows of gate_up_proj, and H; raises unless the three tensors agree about them."""
+    ok = down_proj.ndim == 3 and min(down_proj.shape) >= 1
+    expect(ok, op, "down_proj", "of shape (E, H, I), each at least 1", tuple(down_proj.shape))
+    E, H, I = down_proj.shape
+    rows = 2 * I if activation.gated else I
+    if gate_up_proj.shape != (E, rows, H):
+        wanted = f"of shape {(E, rows, H)} for {activation.name} and down_proj of shape {(E, H, I)}"
+        expect(False, op, "gate_up_proj", wanted, tuple(gate_up_proj.shape))
+    if x.ndim < 1 or x.shape[-1] != H:
+        wanted = f"of shape (..., {H}) for down_proj of shape {(E, H, I)}"
+        expect(False, op, "x", wanted, tuple(x.shape))
+    return E, rows, H
+
+
+def _expect_flags(op: str, activation: Activation, interleaved: Any, weight_on_input: Any) -> None:
+    expect_type(interleaved, bool, op, "interleaved")
+    expect_type(weight_on_input, bool, op, "weight_on_input")
+    if interleaved and not activation.gated:
+        wanted = f"False for {activation.name}, which has no gate"
+        expect(False, op, "interleaved", wanted, True)
+
+
+def _expect_out_dtype(op: str, out_dtype: Any, x: Tensor, out: Tensor | None) -> bool:
+    """Whether the result is wider than x; raises for a dtype that it can't have."""
+    if out_dtype is not None:
+        expect_type(out_dtype, torch.dtype, op, "out_dtype")
+    wide = out_dtype is not None and out_dtype != x.dtype
+    if wide and (out_dtype != torch.float32 or x.dtype == torch.float64):
+        wanted = f"None, x's {x.dtype}, or torch.float32 for 16 bits"
+        expect(False, op, "out_dtype", wanted, out_dtype)
+    expect(not wide or out is None, op, "out_dtype", "None where out is given", out_dtype)
+    return wide
 
 
 def _recompute() -> bool:
@@ -294,40 +256,3 @@ def _recompute() -> bool:
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler and of Triton.
 _recompute._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def moe(
-    x: Tensor,
-    logits: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    routing: Routing,
-    *,
-    bias: Tensor | None = None,
-    expert_scale: Tensor | None = None,
-    num_experts: int | None = None,
-    weight_on_input: bool = False,
-    **experts: Any,
-) -> Tensor:
-    """`route`, then `fused_experts`: from the router's logits (..., E) to the layer's output.
-
-    `bias` and `expert_scale` are `route`'s; every other keyword is `fused_experts`', and so is what
-    is returned and raised. The routing has the global number of experts and says, with
-    `weight_on_input` (which Llama4 implies), where the routing weight is applied. Shared experts
-    that the router weighs are the last of the weights.
-    """
-    expect_type(routing, Routing, "moe", "routing")
-    expect_type(weight_on_input, bool, "moe", "weight_on_input")
-    E = routing.num_logits
-    expect(num_experts in (None, E), "moe", "num_experts", f"{E}, as in routing", num_experts)
-    topk_weights, topk_ids = route(logits, routing, bias=bias, expert_scale=expert_scale)
-    return fused_experts(
-        x,
-        gate_up_proj,
-        down_proj,
-        topk_weights,
-        topk_ids,
-        num_experts=E,
-        weight_on_input=weight_on_input or routing.weight_on_input,
-        **experts,
-    )

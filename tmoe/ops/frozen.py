@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..arguments import FLOATS, expect_dtype, expect_same_device, needs_grad
 from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
 from ..formats.recipe import Recipe
+from ..library import operator
 from ..low_rank import LowRank
+
+_FROZEN, _FROZEN_TRAIN = operator("frozen_experts"), operator("frozen_experts_train")
 
 
 def run_frozen(
@@ -44,9 +46,9 @@ def run_frozen(
     arguments = (x, *parts, *tail, *factors, *scales, *words, *spec)
     y: Tensor
     if needed and not recompute:
-        y, _ = torch.ops.tmoe.frozen_experts_train.default(*arguments)
+        y, _ = _FROZEN_TRAIN(*arguments)
     else:
-        y = torch.ops.tmoe.frozen_experts.default(*arguments, needed)
+        y = _FROZEN(*arguments, needed)
     return y
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import library  # noqa: F401  (defines torch.ops.tmoe)
 from ..checks import expect_type
 from ..formats.format import Format
 from ..formats.quantized_tensor import QuantizedTensor
 from ..formats.recipe import Recipe, check_input, given_global_scale, given_scale
+from ..library import operator
+
+_QUANTIZE = operator("quantize")
 
 
 def quantize(
@@ -55,9 +57,7 @@ def quantize(
     check_input(op, x, recipe.format)
     given = given_scale(op, scale, x, recipe)
     given_global = given_global_scale(op, global_scale, x, recipe.format)
-    data, scales, global_scales = torch.ops.tmoe.quantize.default(
-        x, given, given_global, *recipe.words, False
-    )
+    data, scales, global_scales = _QUANTIZE(x, given, given_global, *recipe.words, False)
     if recipe.format.has_global_scale and given_global is None:
         given_global = global_scales
     return QuantizedTensor(

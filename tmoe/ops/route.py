@@ -12,6 +12,7 @@ from ..arguments import (
     FLOATS,
     INTS,
     autocast,
+    autocast_off,
     expect_alike,
     expect_dtype,
     expect_optional,
@@ -19,8 +20,10 @@ from ..arguments import (
     needs_grad,
 )
 from ..checks import expect, expect_type
-from ..library import with_shortcut  # (it defines torch.ops.tmoe, too)
+from ..library import operator, with_shortcut
 from ..routing import Routing
+
+_ROUTE, _ROUTER = operator("route"), operator("router")
 
 
 @with_shortcut
@@ -74,6 +77,8 @@ def route(
     E, K, columns = routing.num_experts, routing.top_k, routing.num_logits
     ok = logits.ndim >= 1 and logits.shape[-1] == columns
     expect(ok, op, "logits", f"of shape (..., {columns})", tuple(logits.shape))
+    expect_type(return_probs, bool, op, "return_probs")
+    expect_type(return_counts, bool, op, "return_counts")
     lead = logits.shape[:-1]
     _check_route(
         op,
@@ -87,7 +92,7 @@ def route(
     if weights_dtype is None:
         weights_dtype = torch.promote_types(logits.dtype, torch.float32)
     _check_dtypes(op, weights_dtype, ids_dtype)
-    weights, ids, probs, counts = torch.ops.tmoe.route.default(
+    weights, ids, probs, counts = _ROUTE(
         logits if logits.ndim == 2 else logits.reshape(-1, columns),
         bias,
         expert_scale,
@@ -187,7 +192,7 @@ def router(
     elif linear_bias is not None:
         linear_bias = linear_bias.float()
     if needs_grad(x, weight, linear_bias, expert_scale) or x.dtype == torch.float64:
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x.device.type):
             logits = F.linear(x.to(weight.dtype), weight, linear_bias)
         weights, ids = route(
             logits, routing, bias=bias, expert_scale=expert_scale, topk_ids=topk_ids,
@@ -199,7 +204,7 @@ def router(
     )
     weights_dtype = torch.float32 if weights_dtype is None else weights_dtype
     _check_dtypes(op, weights_dtype, ids_dtype)
-    return torch.ops.tmoe.router.default(
+    return _ROUTER(
         x, weight, linear_bias, bias, expert_scale, topk_ids, routing.json,
         weights_dtype, ids_dtype, False,
     )  # fmt: skip

@@ -9,9 +9,9 @@ from ..bench.cost_model import RankLayer, fitted, predict_with
 from ..bench.loads import chances
 from ..bench.tables import Grid, Row, us_text
 from ..checks import expect
-from ..demo.shapes import MoEShape
 from ..parallel.balance import balance, rank_loads
 from ..parallel.placement import Placement
+from ..shapes import MoEShape
 from .layouts import MEASURED, roof
 
 SEEDS = 5  # of which experts are the popular ones

@@ -28,7 +28,6 @@ from ..bench.cost_model import Prediction, RankLayer, fitted, predict_with, weig
 from ..bench.loads import Load, chances
 from ..bench.roofline import ROOFS, Roof
 from ..checks import expect
-from ..demo.shapes import MoEShape
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
 from ..parallel.choose import ROUTE
@@ -36,6 +35,7 @@ from ..parallel.codes import Codes
 from ..parallel.communication_model import Cluster, Transfer, gpu_named
 from ..parallel.exchange_model import all_gather, all_to_all
 from ..parallel.shard import width_parts
+from ..shapes import MoEShape
 from .models import PlanModel
 from .traffic import chance_of_any
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..bench.shapes import SHAPES
 from ..checks import expect
-from ..demo.shapes import MoEShape
+from ..shapes import MoEShape
 
 OP = "plan"
 

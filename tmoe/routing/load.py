@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_size, expect_tensor
 
 SHOWN = 16  # experts in a printed table, the busiest
 BAR = 30  # characters of the longest bar
@@ -38,15 +38,16 @@ class ExpertLoad:
     counts: Tensor
 
     def __init__(self, num_experts: int, *, device: torch.device | str | None = None) -> None:
-        expect_type(num_experts, int, "ExpertLoad", "num_experts")
-        expect(num_experts >= 1, "ExpertLoad", "num_experts", "at least 1", num_experts)
+        expect_size(num_experts, "ExpertLoad", "num_experts")
         self.num_experts = num_experts
         self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def add(self, counts: Tensor) -> None:
         """Add `counts` (E,), those that `route(..., return_counts=True)` returns."""
-        expect_type(counts, Tensor, "ExpertLoad.add", "counts")
+        expect_tensor(counts, "ExpertLoad.add", "counts")
+        if counts.is_floating_point() or counts.is_complex():
+            raise TypeError(f"ExpertLoad.add: counts must be integers, got {counts.dtype}")
         E = self.num_experts
         ok = counts.shape == (E,)
         expect(ok, "ExpertLoad.add", "counts", f"of shape ({E},)", tuple(counts.shape))
@@ -58,7 +59,7 @@ class ExpertLoad:
 
         To leave out padding, give it -1: ``ids.masked_fill(padding[:, None], -1)``.
         """
-        expect_type(topk_ids, Tensor, "ExpertLoad.add_ids", "topk_ids")
+        expect_tensor(topk_ids, "ExpertLoad.add_ids", "topk_ids")
         if topk_ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(
                 f"ExpertLoad.add_ids: topk_ids must be int32 or int64, got {topk_ids.dtype}"

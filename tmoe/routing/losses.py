@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor, expect_type
 
 Layers = Tensor | Sequence[Tensor]
 
@@ -47,14 +47,14 @@ def load_balancing_loss(probs: Layers, topk_ids: Layers, *, mask: Tensor | None 
     all_ids = _layers(topk_ids, op, "topk_ids")
     got = f"{len(all_ids)} layers"
     expect(len(all_ids) == len(all_probs), op, "topk_ids", f"of {len(all_probs)} layers", got)
+    for p in all_probs:
+        _expect_floats(p, op, "probs")
     E, device = all_probs[0].shape[-1], all_probs[0].device
     slots = torch.zeros(E, dtype=torch.int64, device=device)
     mass = torch.zeros(E, device=device)
     tokens = torch.zeros((), dtype=torch.int64, device=device)
     for p, ids in zip(all_probs, all_ids, strict=True):
-        _expect_floats(p, op, "probs")
         expect(p.shape[-1] == E, op, "probs", f"of {E} experts in every layer", p.shape[-1])
-        expect_type(ids, Tensor, op, "topk_ids")
         _expect_integers(ids, op, "topk_ids")
         ok = ids.ndim >= 1 and ids.shape[:-1] == p.shape[:-1]
         expect(ok, op, "topk_ids", f"of shape {(*p.shape[:-1], 'K')}", tuple(ids.shape))
@@ -114,8 +114,8 @@ def update_correction_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     An expert with exactly the mean keeps its bias. Compared as integers, without rounding.
     """
     op = "update_correction_bias"
-    expect_type(bias, Tensor, op, "bias")
-    expect_type(counts, Tensor, op, "counts")
+    expect_tensor(bias, op, "bias")
+    expect_tensor(counts, op, "counts")
     expect_type(rate, (float, int), op, "rate")
     if bias.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: bias must have dtype float32 or float64, got {bias.dtype}")
@@ -129,11 +129,12 @@ def update_correction_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
 
 
 def _layers(value: Layers, op: str, arg: str) -> Sequence[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    expect_type(value, (list, tuple), op, arg)
-    expect(len(value) > 0, op, arg, "a tensor or at least one layer", "none")
-    return value
+    layers = [value] if isinstance(value, Tensor) else value
+    expect_type(layers, (list, tuple), op, arg)
+    expect(len(layers) > 0, op, arg, "a tensor or at least one layer", "none")
+    for layer in layers:
+        expect_tensor(layer, op, arg)
+    return layers
 
 
 def _counted(mask: Tensor | None, rows: Tensor, op: str) -> Tensor:
@@ -141,7 +142,7 @@ def _counted(mask: Tensor | None, rows: Tensor, op: str) -> Tensor:
     T = rows.shape[:-1].numel()
     if mask is None:
         return torch.ones(T, dtype=torch.bool, device=rows.device)
-    expect_type(mask, Tensor, op, "mask")
+    expect_tensor(mask, op, "mask")
     if mask.is_floating_point() or mask.is_complex():  # an additive mask is 0 where a token counts
         raise TypeError(f"{op}: mask must be bool or integer, got {mask.dtype}")
     expect(mask.numel() == T, op, "mask", f"of {T} elements, one per token", tuple(mask.shape))
@@ -149,7 +150,6 @@ def _counted(mask: Tensor | None, rows: Tensor, op: str) -> Tensor:
 
 
 def _expect_floats(x: Tensor, op: str, arg: str) -> None:
-    expect_type(x, Tensor, op, arg)
     if not x.is_floating_point():
         raise TypeError(f"{op}: {arg} must have a floating-point dtype, got {x.dtype}")
     expect(x.ndim >= 2, op, arg, "of shape (..., E) with a dimension of tokens", tuple(x.shape))

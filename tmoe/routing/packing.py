@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_tensor
 
 LARGEST_ID = 2**15 - 1
 WEIGHT_BITS = 0xFFFF
@@ -27,8 +27,8 @@ def pack_topk(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     device, it becomes -1 too. It never becomes another expert.
     """
     op = "pack_topk"
-    expect_type(topk_ids, Tensor, op, "topk_ids")
-    expect_type(topk_weights, Tensor, op, "topk_weights")
+    expect_tensor(topk_ids, op, "topk_ids")
+    expect_tensor(topk_weights, op, "topk_weights")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: topk_ids must have dtype int32 or int64, got {topk_ids.dtype}")
     if not topk_weights.is_floating_point():
@@ -49,7 +49,7 @@ def pack_topk(topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
 
 def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
     """(..., K) int32 -> ids (..., K) int32 and weights (..., K) bfloat16, the bits unchanged."""
-    expect_type(packed, Tensor, "unpack_topk", "packed")
+    expect_tensor(packed, "unpack_topk", "packed")
     if packed.dtype != torch.int32:
         raise TypeError(f"unpack_topk: packed must have dtype int32, got {packed.dtype}")
     return packed >> 16, (packed & WEIGHT_BITS).to(torch.int16).view(torch.bfloat16)

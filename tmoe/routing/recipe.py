@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_size, expect_type
 from .rule import RULES, RoutingMethod, RoutingRule
 
 
@@ -59,8 +59,7 @@ class Routing:
     ) -> None:
         sizes = {"num_experts": num_experts, "top_k": top_k, "n_group": n_group}
         for name, size in (sizes | {"topk_group": topk_group}).items():
-            expect_type(size, int, "Routing", name)
-            expect(size >= 1, "Routing", name, "at least 1", size)
+            expect_size(size, "Routing", name)
         expect_type(scaling_factor, (float, int), "Routing", "scaling_factor")
         expect_type(weight_on_input, bool, "Routing", "weight_on_input")
         set_field = object.__setattr__  # the instance is frozen

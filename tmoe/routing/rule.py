@@ -70,6 +70,7 @@ class RoutingRule:
             if field.name in CHOICES:
                 names = CHOICES[field.name]
                 wanted = "one of " + ", ".join(map(str, names))
+                expect_type(value, (str, type(None)), "RoutingRule", field.name)
                 expect(value in names, "RoutingRule", field.name, wanted, repr(value))
             elif field.type == "float":
                 expect_type(value, (float, int), "RoutingRule", field.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import expect, expect_type
+from ..checks import expect, expect_size, expect_type
 
 DISTRIBUTIONS = ("uniform", "balanced", "skewed", "one_expert", "same_experts")
 CHUNK = 2**24  # scores drawn at once: 64 MB
@@ -51,13 +51,13 @@ def simulate_routing(
     op = "simulate_routing"
     T, E, K = num_tokens, num_experts, top_k
     for name, size, least in (("num_tokens", T, 0), ("num_experts", E, 1), ("top_k", K, 1)):
-        expect_type(size, int, op, name)
-        expect(size >= least, op, name, f"at least {least}", size)
+        expect_size(size, op, name, least)
     expect(K <= E, op, "top_k", f"at most num_experts={E}", K)
+    expect_type(distribution, str, op, "distribution")
     ok, names = distribution in DISTRIBUTIONS, ", ".join(DISTRIBUTIONS)
     expect(ok, op, "distribution", f"one of {names}", repr(distribution))
     expect_type(skew, (float, int), op, "skew")
-    expect_type(seed, int, op, "seed")
+    expect_size(seed, op, "seed", least=0)
     ok = distribution == "skewed" or skew == 1.0
     expect(ok, op, "skew", f"1 with {distribution}, which has none", skew)
     random = torch.Generator("cpu").manual_seed(seed)

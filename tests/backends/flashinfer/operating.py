@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from tests.backends.flashinfer.layers import forget
+from tests.backends.flashinfer.stand_in import hidden
 from tests.backends.flashinfer.stand_in.operations import OPERATION_FAULTS, OPERATIONS, Misuse
-from tmoe.backends.flashinfer import installed
 from tmoe.backends.flashinfer.signatures import signature
-from tmoe.dispatch import verify
 from tmoe.dispatch.problem import Machine, Problem
 from tmoe.formats.recipe import Recipe
-from tmoe.library import operation
 from tmoe.routing import Routing
 from tools.record_flashinfer import ENTRY_POINTS
 
@@ -100,26 +98,15 @@ def flashinfer(version: str = "0.7.4", faults: Any = ()) -> Iterator[list[tuple[
         call.__signature__ = takes
         return call if takes is not None else None
 
-    hidden = {m: sys.modules.pop(m) for m in list(sys.modules) if m.split(".")[0] == "flashinfer"}
-    for home, names in ENTRY_POINTS.items():
-        module = sys.modules[home] = ModuleType(home)
-        module.__path__ = []
-        for name in set(names) & OPERATIONS.keys():
-            if (found := function(name)) is not None:
-                setattr(module, name, found)
-    forget()
     try:
-        yield calls
+        with hidden():
+            for home, names in ENTRY_POINTS.items():
+                module = sys.modules[home] = ModuleType(home)
+                module.__path__ = []
+                for name in set(names) & OPERATIONS.keys():
+                    if (found := function(name)) is not None:
+                        setattr(module, name, found)
+            forget()
+            yield calls
     finally:
-        for home in ENTRY_POINTS:
-            del sys.modules[home]
-        sys.modules.update(hidden)
-        importlib.invalidate_caches()
         forget()
-
-
-def forget() -> None:
-    """Choose, look up and compare everything anew."""
-    installed.forget()
-    verify.forget()
-    operation._choose.cache_clear()

@@ -224,6 +224,8 @@ def test_a_name_that_no_release_has_is_an_error():
 
 
 def test_a_call_binds_or_says_why_not():
+    """EN05"""
+
     def function(a, b, *, c, d=None): ...
 
     def open_function(a, /, **more): ...

@@ -16,7 +16,7 @@ from ...activation import Activation
 from ...dispatch import prepared, verify
 from ...dispatch.backend import NO_SCALES
 from ...dispatch.prepared import ExpertWeights
-from ...dispatch.problem import ExpertsSpec, Problem, StaticScales
+from ...dispatch.problem import ExpertsSpec, ExpertTensors, Problem, StaticScales
 from ...options import current
 from . import cutlass_weights, installed, support, trtllm_weights
 from .calls import Ready, call_experts
@@ -82,19 +82,13 @@ class FlashInferBackend:
 
     def fused_experts(
         self,
-        x: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        tensors: ExpertTensors,
         spec: ExpertsSpec,
         out: Tensor | None = None,
         scales: StaticScales = NO_SCALES,
     ) -> Tensor:
-        weights = ExpertWeights(gate_up_proj, down_proj)
-        ready: Ready = prepared.find(self.name, weights)
+        x, gate_up_proj, down_proj, topk_weights, topk_ids, *_ = tensors
+        ready: Ready = prepared.find(self.name, ExpertWeights(gate_up_proj, down_proj))
         y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         deterministic = current().deterministic
         return call_experts(ready, x, topk_weights, topk_ids, spec, y, deterministic=deterministic)

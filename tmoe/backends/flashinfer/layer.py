@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activation import Activation
-from ...checks import expect, expect_type
+from ...checks import expect, expect_tensor, expect_type
 from ...dispatch.prepared import ExpertWeights
 from ...formats import QuantizedTensor
 from .layouts import as_bytes, interleave_halves, up_gate, up_gate_from_interleaved
@@ -148,7 +148,7 @@ class Layer:
 def _format(rule: Rule, arg: str, experts: ExpertWeights) -> str:
     """Of a projection, checked: a format's name, or a dtype's."""
     weight = getattr(experts, arg)
-    expect_type(weight, Tensor, rule.op, arg)
+    expect_tensor(weight, rule.op, arg)
     quantized = isinstance(weight, QuantizedTensor)
     name = weight.format if quantized else str(weight.dtype).removeprefix("torch.")
     expect(name in rule.formats, rule.op, arg, f"of {' or '.join(rule.formats)}", name)

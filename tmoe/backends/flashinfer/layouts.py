@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...checks import expect, expect_type
+from ...checks import expect, expect_tensor
 from ...formats.layouts import TILE_ROWS, swizzle_scale
 
 SHUFFLED_TOGETHER = {64: 16, 128: 32}  # rows of the epilogue's tile -> rows of a block
@@ -98,7 +98,7 @@ def block_major(w: Tensor, block_bytes: int = 128) -> Tensor:
     """(..., rows, K) -> (..., K / block, rows, block): blocks of columns, `block_bytes` wide, one
     after the other. For bf16, 128 bytes are 64 columns."""
     op = "block_major"
-    expect_type(w, Tensor, op, "w")
+    expect_tensor(w, op, "w")
     expect(w.ndim >= 2, op, "w", "of at least 2 dimensions", tuple(w.shape))
     row_bytes = w.shape[-1] * w.dtype.itemsize
     wanted = f"of rows that are a multiple of {block_bytes} bytes"
@@ -113,7 +113,7 @@ def as_bytes(w: Tensor) -> Tensor:
 
 
 def _expect_rows(w: Tensor, op: str, arg: str = "w") -> None:
-    expect_type(w, Tensor, op, arg)
+    expect_tensor(w, op, arg)
     expect(w.ndim >= 2, op, arg, "of shape (E, rows, ...)", tuple(w.shape))
 
 

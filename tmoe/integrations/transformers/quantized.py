@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tmoe.checks import expect, expect_type
+from tmoe.checks import expect, expect_tensor, expect_type
 from tmoe.formats import QuantizedTensor, Scheme
 
 if TYPE_CHECKING:  # it imports transformers, and reports are printed without
@@ -156,7 +156,7 @@ def hold_quantized(
     scales = []
     for arg, scale in (("input_scale", input_scale), ("hidden_scale", hidden_scale)):
         if scale is not None:
-            expect_type(scale, Tensor, op, arg)
+            expect_tensor(scale, op, arg)
             expect(chosen.takes_scales, op, arg, f"None for {scheme}", "a tensor")
             fits = scale.numel() == 1 or scale.shape == (E,)
             expect(fits, op, arg, f"one number or of shape ({E},)", tuple(scale.shape))

@@ -36,7 +36,7 @@ def import_experts_interface() -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != "transformers":
             raise  # transformers is there and misses something: its own message is better
         raise ImportError(
-            "tmoe.integrations.transformers needs transformers >= 5.0 (its experts interface): "
+            "tmoe.integrations.transformers needs transformers >= 5.17 (its experts interface): "
             'pip install "tmoe[transformers]"'
         ) from error
     return moe

@@ -55,10 +55,12 @@ def replace_moe(
     """
     expect_type(model, nn.Module, "replace_moe", "model")
     expect_type(routers, bool, "replace_moe", "routers")
+    if scheme is not None:
+        expect_type(scheme, str, "replace_moe", "scheme")
     if scheme in NOT_QUANTIZED:
         scheme = None
     if scheme is not None:
-        Scheme.of(scheme, "replace_moe")
+        Scheme.of(scheme, "replace_moe", or_bf16=True)
     register()
     from .switch import switch_all  # imports transformers
 

@@ -20,6 +20,6 @@ kernel      what is computed; rounding: where precision is lost on the way; undo
 
 from tests.backends.flashinfer.stand_in.checks import Misuse
 from tests.backends.flashinfer.stand_in.faults import FAULTS, faults_of
-from tests.backends.flashinfer.stand_in.install import Fake, installed
+from tests.backends.flashinfer.stand_in.install import Fake, hidden, installed
 
-__all__ = ["FAULTS", "Fake", "Misuse", "faults_of", "installed"]
+__all__ = ["FAULTS", "Fake", "Misuse", "faults_of", "hidden", "installed"]

@@ -91,16 +91,25 @@ def installed(
     for name in ENUMS:
         if members := enum_members(v, name):
             fake.enums[name] = IntEnum(name, dict(members))
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
     finder = _Finder(fake)
-    sys.meta_path.insert(0, finder)
+    with hidden():
+        sys.meta_path.insert(0, finder)
+        try:
+            yield fake
+        finally:
+            sys.meta_path.remove(finder)
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Modules that are imported as FlashInfer's go on leaving, and what was before comes back."""
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _ours(name)}
     try:
-        yield fake
+        yield
     finally:
-        sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if _ours(name)]:
             del sys.modules[name]
-        sys.modules.update(hidden)
+        sys.modules.update(before)
 
 
 def _ours(module: str) -> bool:

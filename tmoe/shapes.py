@@ -1,4 +1,4 @@
-"""The MoE layers of well-known models; the demo and the benchmarks time these."""
+"""The MoE layers of well-known models, and random tensors for them: what is timed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import expect
-from ..dispatch.known import model_layer
+from .checks import expect
+from .dispatch.known import model_layer
 
 
 @dataclass(frozen=True, slots=True)
