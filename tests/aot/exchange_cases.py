@@ -39,9 +39,9 @@ def _pack(T: int, H: int, dtype: torch.dtype, scales: int) -> None:
 
 
 def _push(T: int, row_bytes: int, tail: int | None, dtype: torch.dtype = torch.uint8) -> None:
-    rows, n = _empty(T * (P - 1), row_bytes // dtype.itemsize, dtype=dtype), 2 * (P - 1) * T
-    peers = _empty(P, dtype=torch.int64)
-    slots = _empty(len(rows), K)
+    rows, n = empty(T * (P - 1), row_bytes // dtype.itemsize, dtype=dtype), 2 * (P - 1) * T
+    peers = empty(P, dtype=torch.int64)
+    slots = empty(len(rows), K)
     push(peers, rows, slots, own=3, capacity=T, start=n, row_bytes=row_bytes, tail=tail)
 
 
