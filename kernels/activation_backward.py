@@ -10,7 +10,7 @@ activated, with all else that the same numbers give.
 `grad` comes without the routing weight, as dy[token] · down, so that one product gives both
 d_hidden and d_weight. All is computed in fp32 from the stored pre-activation; sums run along a row
 in a fixed order. Where a clamp cut off a number, its gradient is 0; on the limit itself it passes,
-as in torch. S rows, I activated columns, H hidden.
+as in `activation_ref.py`. S rows, I activated columns, H hidden.
 """
 
 from __future__ import annotations

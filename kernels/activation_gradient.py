@@ -3,7 +3,7 @@
     y = act(gate, up)        d_gate = d_y · ∂act/∂gate        d_up = d_y · ∂act/∂up
 
 Behind a clamp that cut its argument off, the gradient is 0; on the limit itself it passes, as in
-torch. The activated value comes along, since both need the same sigmoid or erf.
+`activation_ref.py`. The activated value comes along, since both need the same sigmoid or erf.
 """
 
 import triton

@@ -1,5 +1,9 @@
 """The activations of `activation.py` in torch, in a file of their own: the torch backend needs no
-Triton."""
+Triton.
+
+Clamps are selects here too. Their gradient passes on the limit itself, with every torch; that of
+torch's `clamp` does so up to 2.13 and is 0 from 2.14 on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,16 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def clamp_above_ref(x: Tensor, limit: float) -> Tensor:
+    """x, or `limit` where x is above it."""
+    return x.masked_fill(x > limit, limit)
+
+
+def clamp_both_ref(x: Tensor, limit: float) -> Tensor:
+    """x, or the limit with its sign where |x| is above it."""
+    return x.masked_fill(x > limit, limit).masked_fill(x < -limit, -limit)
 
 
 def activate_ref(
@@ -20,15 +34,15 @@ def activate_ref(
 ) -> Tensor:
     """act(gate, up) in the dtype that comes in, any shape. `up` is None for the ungated ones."""
     if limit != math.inf and up is not None:
-        up = up.clamp(-limit, limit)
+        up = clamp_both_ref(up, limit)
     if limit != math.inf and name in ("swiglu", "swiglu_oai"):
-        gate = gate.clamp(max=limit)
+        gate = clamp_above_ref(gate, limit)
     if name == "swiglu":
         return F.silu(gate) * up
     if name == "swiglu_oai":
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     if name == "swiglu_step":
-        return F.silu(gate).clamp(max=limit) * up
+        return clamp_above_ref(F.silu(gate), limit) * up
     if name in ("geglu", "geglu_tanh"):
         return F.gelu(gate, approximate="tanh" if name == "geglu_tanh" else "none") * up
     if name in ("gelu", "gelu_tanh"):

@@ -3,13 +3,13 @@
 A replay does only what is written down, so a call is written down only if it did nothing else.
 `Watch` sees every operation of torch: allocations and views are as good as repeated, anything that
 computes is not. It sees the launches by `launch`, and counts all launches as Triton counts them.
-`Writer` looks up the root of every address; one that lies in none, or in two, ends it.
+`Writer` looks up the root of every address; one that lies in none, or in two, ends it. So does a
+launch that isn't written down as Triton's launcher carries it out (`cuda_launcher.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
 
+from tmoe.kernels import cuda_launcher
 from tmoe.kernels.launch import Launch, cdiv, on_launch
 from tmoe.kernels.recording import Descriptors, Pick, Recording, circumstances
 
@@ -120,6 +120,7 @@ class Writer:
         self._inputs, self._launches = inputs, watch.launches
         self._made: list[tuple[Any, ...]] = []
         self._places: dict[tuple[int, int], int] = {}
+        self._addresses: list[int] = []  # where the places are in memory now
         self._constants: list[Any] = []
         self._descriptors: list[tuple[Descriptors, Index]] = []
         self._tuples: list[list[Index]] = []
@@ -184,41 +185,57 @@ class Writer:
     def _launch(self, launch: Launch) -> tuple[Callable[..., Any], list[Index]]:
         """The C launcher and its arguments, as `CudaLauncher` passes them to it."""
         compiled = launch.compiled
-        launcher = compiled.run
-        if type(launcher) is not CudaLauncher:
-            raise NotReplayableError(f"it is launched by a {type(launcher).__name__}")
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise NotReplayableError(f"{compiled.name} wants memory for itself")
-        function = launcher.launch
-        if inspect.isfunction(function):  # it puts descriptors in
-            function = inspect.getclosurevars(function).nonlocals["launcher"]
-        constants = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        head = [*map(self._constant, (*launch.grid, 1, 1)[:3]), STREAM]
-        head += map(self._constant, constants)
+        why_not = cuda_launcher.why_not(compiled)
+        if why_not is not None:
+            raise NotReplayableError(why_not)
+        base, is_one = cuda_launcher.base_arguments(compiled)
+        written = [*map(self._constant, (*launch.grid, 1, 1)[:3]), STREAM]
+        written += map(self._constant, base)
         arguments = self._arguments(launch)
-        no_hooks, no_scratch = (None, None, None), (None, None)  # the first are metadata, of hooks
-        if hasattr(launcher, "arg_annotations"):  # Triton 3.7
-            rest = (*no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature)
-            head += map(self._constant, (compiled.packed_metadata, *rest))
-            return function, [*head, self._tuple(arguments)]
-        head += map(self._constant, (*no_scratch, compiled.packed_metadata, *no_hooks))
-        return function, [*head, *arguments]
+        written += [self._tuple(arguments)] if is_one else arguments
+        stream = object()
+        called_with = cuda_launcher.called_with(launch, stream)
+        if not self._stands_for(written, called_with, stream):
+            raise NotReplayableError(f"Triton launches {compiled.name} in a way that isn't known")
+        return cuda_launcher.in_c(compiled), written
+
+    def _stands_for(self, written: list[Index], values: Any, stream: object) -> bool:
+        """Whether these values would come of it in the call that is being recorded."""
+        if not isinstance(values, list | tuple) or len(written) != len(values):
+            return False
+        for (kind, number), value in zip(written, values, strict=True):
+            if kind == "tuple":
+                same = self._stands_for(self._tuples[number], value, stream)
+            elif kind == "place":
+                same = isinstance(value, Tensor) and value.data_ptr() == self._addresses[number]
+            elif kind == "descriptor":  # those of the GPU can't be compared
+                same = type(value) is self._descriptors[number][0].kind
+            elif kind == "stream":
+                same = value is stream
+            elif isinstance(value, Tensor):
+                same = value.data_ptr() == 0 and self._constants[number] is None
+            else:
+                constant = self._constants[number]
+                same = type(value) is type(constant) and value == constant
+            if not same:
+                return False
+        return True
 
     def _arguments(self, launch: Launch) -> list[Index]:
         """All of the kernel's, constexprs too, with descriptors as a launcher takes them."""
         types = list(launch.compiled.src.signature.values())
-        metas = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
+        metas = iter(cuda_launcher.descriptor_metas(launch.compiled))
         found: list[Index] = []
         for value, kind in zip(launch.bound, types, strict=True):
             if not isinstance(kind, str) or not kind.startswith("tensordesc"):
                 found.append(self._value(value))
                 continue
             meta = next(metas, None)
-            first, *rest = make_tensordesc_arg(value, meta)
+            first, *rest = cuda_launcher.describe(value, meta)
             if meta is None:
                 found.append(self._value(first))  # taken apart: the tensor, sizes, strides, …
             else:
-                tiles = Descriptors(partial(_describe, _without_base(value), meta))
+                tiles = Descriptors(type(first), partial(_describe, _without_base(value), meta))
                 self._descriptors.append((tiles, self._value(value.base)))
                 found.append(Index("descriptor", len(self._descriptors) - 1))
             found += map(self._constant, rest)
@@ -250,7 +267,10 @@ class Writer:
         ]
         if len(roots) != 1:
             raise NotReplayableError(f"an address lies in {len(roots)} roots")
-        return Index("place", self._places.setdefault(roots[0], len(self._places)))
+        if roots[0] not in self._places:
+            self._places[roots[0]] = len(self._places)
+            self._addresses.append(address)
+        return Index("place", self._places[roots[0]])
 
 
 def _range(x: Tensor) -> tuple[int, int]:
@@ -271,7 +291,7 @@ def _describe(descriptor: Any, meta: Any, address: int) -> Any:
     """The descriptor of the same tiles there, as `CudaLauncher` makes it."""
     moved = copy.copy(descriptor)
     moved.base = SimpleNamespace(data_ptr=lambda: address)
-    return make_tensordesc_arg(moved, meta)[0]
+    return cuda_launcher.describe(moved, meta)[0]
 
 
 def _picker(indices: list[int]) -> Pick:

@@ -27,17 +27,19 @@ Pick = Callable[[Sequence[Any]], tuple[Any, ...]]  # some items of a list
 
 def circumstances() -> tuple[Any, ...]:
     """What launchers, and Triton at each launch, read beside their arguments."""
-    knobs, device = triton.knobs, triton.runtime.driver.active.get_current_device()
-    mode = knobs.compilation.instrumentation_mode
-    return device, fp32_precision(), knobs.runtime.debug, mode
+    device = triton.runtime.driver.active.get_current_device()
+    return device, fp32_precision(), triton.knobs.runtime.debug
 
 
 def is_watched() -> bool:
     """Whether someone listens to launches, or changes how kernels are compiled."""
     knobs = triton.knobs.runtime
+    if knobs.add_stages_inspection_hook is not None:
+        return True
+    if triton.knobs.compilation.instrumentation_mode:  # launchers may pass more to such kernels
+        return True
     listening = knobs.launch_enter_hook, knobs.launch_exit_hook
-    changing = knobs.add_stages_inspection_hook
-    return any(getattr(hook, "calls", True) for hook in listening) or changing is not None
+    return any(getattr(hook, "calls", True) for hook in listening)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Descriptors:
     One follows from its address and constants, whatever is stored there, so it never grows stale.
     """
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, kind: type, make: Callable[[int], Any]) -> None:
+        self.kind = kind
         self._make = make
         self._known: dict[int, Any] = {}
 

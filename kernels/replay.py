@@ -8,7 +8,8 @@ each launch. So the first call of a kind is recorded, and others like it are rep
 Numbers are never filled in: a call with other sizes or strides is of another kind, and so is one
 with a tensor that starts elsewhere within 16 bytes, which is what Triton compiles for. Calls that
 do more than allocate and launch run as they always do (`record.py`). So does everything on AMD, in
-the interpreter, with a Triton that isn't known, and while someone listens to launches.
+the interpreter, with a Triton that isn't known, and while someone listens to launches or has
+kernels compiled for a tool of his own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from tmoe.kernels.launch import is_nvidia
 from tmoe.kernels.recording import Recording, circumstances, is_watched
 
-LAUNCHER_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+LAUNCHER_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 MOST_KINDS = 1024
 
 

@@ -11,12 +11,14 @@ import triton
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia.driver import CudaLauncher
 
 import tmoe
 from tests.kernels import off_device
 from tests.kernels.replaying import BF16, E, H, I, K, adapted, experts, is_replayed, tensors
 from tmoe import registry
 from tmoe.dispatch import measure, prepared
+from tmoe.kernels import record, replay
 from tmoe.library import shortcut
 
 
@@ -45,8 +47,6 @@ def check_overlapping_inputs():
 
 def check_a_large_workspace():
     """What it needs is longer on the GPU than on the host; in pieces, some can be freed before."""
-    from tmoe.kernels import record
-
     with patch.object(record, "MOST_BYTES", 10_000):
         for _ in range(2):
             assert not is_replayed(experts(50)[0])
@@ -63,6 +63,34 @@ def check_a_launch_that_is_not_noted():
         for _ in range(2):
             assert not is_replayed(experts(51)[0])
     assert any("launches, 3 by `launch`" in why for why in reasons())
+
+
+def check_a_triton_that_is_not_known():
+    """Whatever its launchers look like: every launch is Triton's own."""
+    with (
+        patch.object(replay, "LAUNCHER_IS_KNOWN", False),
+        patch.object(record, "record", side_effect=AssertionError("was recorded")),
+    ):
+        for _ in range(2):
+            assert not is_replayed(experts(59)[0])
+
+
+def check_a_launcher_that_passes_other_things():
+    """A release that differs there is found out, and its launches aren't repeated."""
+    launch = CudaLauncher.__call__
+
+    def with_another_order(launcher, x, y, z, *rest):
+        launch(launcher, y, x, z, *rest)
+
+    def with_another_kernel(launcher, x, y, z, stream, function, *rest):
+        launch(launcher, x, y, z, stream, function + 1, *rest)
+
+    for T, changed in ((60, with_another_order), (61, with_another_kernel)):
+        with patch.object(CudaLauncher, "__call__", changed):
+            call, _ = experts(T)
+            assert not is_replayed(call) and not is_replayed(call)
+    known = list(registry.load("triton")._replays.known.values())
+    assert sum("in a way that isn't known" in str(why) for why in known) == 2, reasons()
 
 
 def check_unaligned_memory():
@@ -90,6 +118,9 @@ def check_listeners_and_settings():
         assert not is_replayed(call)
         hooks.remove(heard.append)
     assert len(heard) == 8 and is_replayed(call)
+    with patch.object(triton.knobs.compilation, "instrumentation_mode", "a tool's"):
+        assert not is_replayed(call)
+    assert is_replayed(call)
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     assert not is_replayed(call) and is_replayed(call)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from packaging.version import Version
 from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
@@ -21,7 +22,9 @@ from tests.aot.targets import TARGETS
 from tmoe.dispatch import problem
 from tmoe.library import shortcut
 
-HAS_ONE_LAUNCHER = triton.__version__ >= "3.7"  # for all kernels; before, each has one of its own
+HAS_ONE_LAUNCHER = Version(triton.__version__) >= Version(
+    "3.7"
+)  # for all kernels; before, each has one of its own
 numbers = itertools.count(1)
 launched: list[Launched] = []  # by C
 through_triton: list[str] = []  # names of kernels that Python launched
@@ -56,7 +59,7 @@ class Compiled:
             launch=wrap_handle_tensordesc(_InC(), signature, metas),
         )  # fmt: skip
         if HAS_ONE_LAUNCHER:
-            vars(self.run).update(arg_annotations=[], kernel_signature=b"")
+            vars(self.run).update(arg_annotations=[], kernel_signature=b"", gsan_enabled=False)
 
     def launch_metadata(self, grid: Any, stream: int, *arguments: Any) -> dict[str, str]:
         return {"name": self.name}

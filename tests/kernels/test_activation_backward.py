@@ -8,6 +8,7 @@ import torch
 from tests.checking import assert_matches
 from tmoe.activation import GATED, UNGATED, Activation
 from tmoe.kernels.activation_backward import activation_backward, activation_backward_ref
+from tmoe.kernels.activation_ref import clamp_above_ref, clamp_both_ref
 from tmoe.kernels.permute import permute_ref
 from tmoe.kernels.sort import sort_tokens
 
@@ -120,8 +121,29 @@ def test_results_over_the_inputs(I, interleaved, device):
     assert torch.equal(rows.grad[: rows.rows], want["activated"][: rows.rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clamps_are_those_of_torch(dtype, device):
+    """In their values everywhere, and in their gradients but on the limit: there torch's own passes
+    up to 2.13, and is 0 from 2.14 on."""
+    inf = float("inf")
+    x = torch.tensor([-inf, -7.5, -7.0, -0.0, 0.0, 6.5, 7.0, 7.5, inf], device=device).to(dtype)
+    for ours, clamp in (
+        (clamp_above_ref, lambda x, limit: x.clamp(max=limit)),
+        (clamp_both_ref, lambda x, limit: x.clamp(-limit, limit)),
+    ):
+        got, want = (x.clone().requires_grad_() for _ in range(2))
+        y = ours(got, 7.0)
+        torch.testing.assert_close(y, clamp(want, 7.0), rtol=0, atol=0)
+        y.sum().backward()
+        clamp(want, 7.0).sum().backward()
+        off_limit = x.abs() != 7
+        assert torch.equal(got.grad[off_limit], want.grad[off_limit])
+        assert (got.grad[~off_limit] == 1).all()
+        assert ours(x * NAN, 7.0).isnan().all()
+
+
 def test_on_the_limit_the_gradient_passes(device):
-    """As torch's clamp has it; beyond, it is exactly 0."""
+    """Whatever torch's clamp does there; beyond, it is exactly 0."""
     rows = Rows(Activation.swiglu(1.0), torch.float32, device, I=16)
     rows.hidden[:, :16], rows.hidden[:, 16:] = 1.0, -1.0
     got = rows.results()
