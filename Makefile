@@ -7,6 +7,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 # Parallel test processes. Each one holds torch and transformers, so more than a few cost more than they gain.
 JOBS ?= 2
+# `make test CONSTRAINTS=` installs the newest releases instead of those that are pinned.
+CONSTRAINTS ?= -c constraints.txt
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -56,7 +58,7 @@ $(READY): pyproject.toml constraints.txt
 	@mkdir -p $(VENV) && touch $(UNFINISHED)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	@$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e ".[test,lint]"
 	@rm $(UNFINISHED) && touch $@
 
 clean: ## remove .venv and everything that was built

@@ -52,6 +52,7 @@ from tmoe.kernels.fp8_blocks_loader import (
     loader,
     next_slot,
     read_word,
+    reinterpret,
 )
 from tmoe.kernels.fp8_blocks_result import PRODUCT, finish
 from tmoe.kernels.launch import cdiv, launch, num_multiprocessors
@@ -101,7 +102,7 @@ def _multiplier(scales, result, shape, rings, shared, FORM: gl.constexpr, NUMBER
     N, D = shape
     a_ring, w_ring, full, empty, items = rings
     num_steps = gl.cdiv(D, STEP)
-    w_halves = w_ring._reinterpret(w_ring.dtype, [FORM.stages * 2, HALF, STEP], w_ring.layout)
+    w_halves = reinterpret(w_ring, w_ring.dtype, [FORM.stages * 2, HALF, STEP], w_ring.layout)
     stage, phase, turn = 0, 0, 0
     mbarrier.wait(full.index(stage), phase)
     expert = read_word(items, stage * 4)

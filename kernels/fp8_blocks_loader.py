@@ -21,7 +21,12 @@ PART = gl.constexpr(64)  # rows of a multiplier, and of a box
 HALF = gl.constexpr(128)  # weight rows that it multiplies by at a time
 W_ROWS = gl.constexpr(256)  # that a tile multiplies by
 BOX_BYTES = gl.constexpr(64 * 128)
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
+
+# Renamed in Triton 3.7 and 3.9.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +127,13 @@ def loader(operands, tiles, rings, FORM: gl.constexpr):
                 first_w, second_w = first_w_rows(2 * tile_n + i, N, FORM)
                 first_w, second_w = expert * N_W + first_w, expert * N_W + second_w
                 box, wanted = stage * 4 + 2 * i, is_whole | (own_half == i)
-                tma.async_copy_global_to_shared(
-                    w_desc, [first_w, d], bar, w_ring.index(box), pred=wanted
-                )
-                tma.async_copy_global_to_shared(
-                    w_desc, [second_w, d], bar, w_ring.index(box + 1), pred=wanted
-                )
+                load_box(w_desc, [first_w, d], bar, w_ring.index(box), pred=wanted)
+                load_box(w_desc, [second_w, d], bar, w_ring.index(box + 1), pred=wanted)
             mbarrier.expect(bar, 2 * BOX_BYTES, pred=has_two_parts)
             mbarrier.expect(bar, BOX_BYTES, pred=end_row - first_row <= PART)
-            tma.async_copy_global_to_shared(a_desc, [first_row, d], bar, a_ring.index(stage * 2))
-            tma.async_copy_global_to_shared(
-                a_desc, [first_row + PART, d], bar, a_ring.index(stage * 2 + 1), pred=has_two_parts
-            )
+            box = stage * 2
+            load_box(a_desc, [first_row, d], bar, a_ring.index(box))
+            load_box(a_desc, [first_row + PART, d], bar, a_ring.index(box + 1), pred=has_two_parts)
             stage, phase = next_slot(stage, phase, FORM)
         item = following
     mbarrier.wait(empty.index(stage), phase)

@@ -32,7 +32,7 @@ from tmoe.kernels.descriptors import describe_rows, describe_weights
 from tmoe.kernels.gemm_loop import compute_tile
 from tmoe.kernels.gemm_tile import load_tile, tile_position
 from tmoe.kernels.launch import (
-    GLUON_IS_KNOWN,
+    TRITON_IS_KNOWN,
     cdiv,
     fp32_precision,
     launch,
@@ -46,7 +46,7 @@ from tmoe.kernels.sort import SortedTokens
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import PLAIN, Scales
 
-if GLUON_IS_KNOWN:
+if TRITON_IS_KNOWN:
     from tmoe.kernels.fp8_blocks import fp8_blocks_gemm
 
 

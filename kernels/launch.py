@@ -24,8 +24,10 @@ if triton.knobs.runtime.interpret:
 
     mend()
 
-# Gluon is experimental: other versions may have other names.
-GLUON_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+# Replays (`replay.py`) and what is written in Gluon (`fp8_blocks.py`) use what Triton doesn't
+# promise to keep. With another Triton there is neither; all else runs.
+KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")
+TRITON_IS_KNOWN = triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -51,8 +53,12 @@ _listener: ContextVar[Callable[[Launch], None] | None] = ContextVar("tmoe_launch
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """kernel[grid](*arguments, **options). All launches go through here: see `record.py`."""
-    compiled = kernel[grid](*arguments, **options)
+    """kernel[grid](*arguments, **options). All launches go through here: see `record.py`.
+
+    A product and a sum become one instruction, with one rounding, whatever Triton does by itself:
+    3.9 warns that 3.10 won't, and the bits shall not depend on that.
+    """
+    compiled = kernel[grid](*arguments, enable_fp_fusion=True, **options)
     hear = _listener.get()
     if hear is not None:
         named = {name: options[name] for name in kernel.arg_names if name in options}
@@ -130,7 +136,7 @@ def multiplies_block_scaled(device: torch.device) -> bool:
 
 def specializes_warps(device: torch.device) -> bool:
     """Whether `fp8_blocks.py` can run: on Hopper, with a Triton whose Gluon it is written in."""
-    return GLUON_IS_KNOWN and architecture(device) == "sm_90"
+    return TRITON_IS_KNOWN and architecture(device) == "sm_90"
 
 
 def supports_tma(device: torch.device) -> bool:

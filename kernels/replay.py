@@ -17,13 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import triton
 from torch import Tensor
 
-from tmoe.kernels.launch import is_nvidia
+from tmoe.kernels.launch import TRITON_IS_KNOWN, is_nvidia
 from tmoe.kernels.recording import Recording, circumstances, is_watched
 
-LAUNCHER_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 MOST_KINDS = 1024
 
 
@@ -51,7 +49,7 @@ class Replays:
         facts: list[Any] = [function, *settings]
         inputs: list[Tensor] = []
         _describe(arguments, facts, inputs)
-        if not LAUNCHER_IS_KNOWN or not is_nvidia(inputs[0].device) or is_watched():
+        if not TRITON_IS_KNOWN or not is_nvidia(inputs[0].device) or is_watched():
             return function(*arguments), None, inputs
         key = (*facts, *circumstances())
         recording = self.known.get(key)

@@ -110,6 +110,12 @@ def hints(versions: dict[str, str | None], machine: Machine) -> list[str]:
         found.append(f"Triton isn't installed: pip install '{pin}'")
     elif wanted is not None and _minor(triton) != wanted:
         found.append(f"torch {torch_minor} goes with Triton {wanted}, this is Triton {triton}")
+    newest = max(TRITON_OF_TORCH.values(), key=Version)
+    if triton is not None and Version(_minor(triton)) > Version(newest):
+        found.append(
+            f"Triton {triton} is newer than {newest}, the newest that tmoe knows: calls with few "
+            "tokens aren't replayed, and FP8 blocks have no kernel of their own on Hopper"
+        )
     numpy = versions["numpy"]
     if triton is not None and _minor(triton) == "3.6" and numpy is not None:
         if Version(numpy) >= Version("2.4"):

@@ -44,6 +44,7 @@ class Compiled:
     registers: int
     spilled: int
     max_spilled: int
+    fuses: bool  # a product and a sum
     instructions: list[str] = field(default_factory=list)
     units: list[str] = field(default_factory=list)  # of the matmul instructions: what they multiply
 
@@ -114,6 +115,7 @@ def _describe(case: Case, binary) -> Compiled:
         registers=registers,
         spilled=spilled,
         max_spilled=case.max_spilled,
+        fuses=binary.metadata.enable_fp_fusion,
         instructions=sorted(set(re.findall(r"wgmma|tcgen05\.mma|mma\.sync|v_mfma", assembly))),
         units=sorted(set(re.findall(r"f32\.e4m3\.e4m3|kind::\w+(?:\.block_scale)?", assembly))),
     )

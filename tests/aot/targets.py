@@ -23,9 +23,10 @@ class Target:
     def capability(self) -> tuple[int, int]:
         return divmod(int(self.name.removeprefix("sm_")), 10)
 
-    def matmul_of(self, block_m: int) -> str:
-        """What multiplies a tile of so many rows: below 64, a warp by itself."""
-        return self.matmul if block_m >= 64 or self.matmul == "v_mfma" else "mma.sync"
+    def matmul_of(self, block_m: int) -> tuple[str, ...]:
+        """What may multiply a tile of so many rows. Below 64 it is a warp by itself, or, from
+        Triton 3.9 on, its weights are the 64 rows of the larger instruction."""
+        return (self.matmul,) if block_m >= 64 else ("mma.sync", self.matmul)
 
 
 TARGETS = {

@@ -68,7 +68,7 @@ def check_a_launch_that_is_not_noted():
 def check_a_triton_that_is_not_known():
     """Whatever its launchers look like: every launch is Triton's own."""
     with (
-        patch.object(replay, "LAUNCHER_IS_KNOWN", False),
+        patch.object(replay, "TRITON_IS_KNOWN", False),
         patch.object(record, "record", side_effect=AssertionError("was recorded")),
     ):
         for _ in range(2):

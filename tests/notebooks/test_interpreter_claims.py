@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 from triton.runtime.errors import InterpreterError
 
 from tests.notebooks.folder import NOTEBOOKS
@@ -183,7 +184,7 @@ def _scaled_kernel(out_ptr, a_ptr, scale_ptr, N: tl.constexpr):
     tl.store(out_ptr + i[:, None] * N + i[None, :], out)
 
 
-@pytest.mark.skipif(triton.__version__ >= "3.8", reason="there it works")
+@pytest.mark.skipif(Version(triton.__version__) >= Version("3.8"), reason="there it works")
 def test_block_scaled_products_do_not_work():
     holds("| `tl.dot_scaled` | before Triton 3.8 |")
     a = torch.ones(16, 32).to(torch.float8_e4m3fn)
