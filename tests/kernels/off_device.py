@@ -22,9 +22,8 @@ from tests.aot.targets import TARGETS
 from tmoe.dispatch import problem
 from tmoe.library import shortcut
 
-HAS_ONE_LAUNCHER = Version(triton.__version__) >= Version(
-    "3.7"
-)  # for all kernels; before, each has one of its own
+# For all kernels; before, each has one of its own.
+HAS_ONE_LAUNCHER = Version(triton.__version__) >= Version("3.7")
 numbers = itertools.count(1)
 launched: list[Launched] = []  # by C
 through_triton: list[str] = []  # names of kernels that Python launched
