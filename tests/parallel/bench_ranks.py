@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bench import overlap, parallel, placement
 from tests.parallel.cases import Case, mesh_of
 from tests.parallel.shared_memory import shared_memory
-from tmoe.demo.shapes import MoEShape
+from tmoe.shapes import MoEShape
 
 TINY = MoEShape("tiny", 8, 2, 128, 128)
 
