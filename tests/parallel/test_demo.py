@@ -11,14 +11,14 @@ import pytest
 
 def start(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "tmoe.parallel.demo", *arguments]
+    command += ["--nproc-per-node", str(ranks), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 def test_two_ranks_write_what_one_writes(exchange):
-    done = start("--new-bytes", "12", "--exchange", exchange)
+    done = start("-m", "tmoe.parallel.demo", "--new-bytes", "12", "--exchange", exchange)
     assert done.returncode == 0, done.stderr
     for line in (
         "tmoe on 2 ranks, cpu, gloo, float32",
@@ -29,6 +29,22 @@ def test_two_ranks_write_what_one_writes(exchange):
     ):
         assert line in done.stdout, done.stdout
     assert "rank 1 writes:\ndef " in done.stdout
+
+
+def test_no_thread_outlives_the_group(tmp_path):
+    """Where something of tmoe's keeps the group, gloo's threads go on, and now and then one of them
+    aborts Python's exit ("terminate called without an active exception")."""
+    script = tmp_path / "demo.py"
+    script.write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from tmoe.parallel import demo\n"
+        "demo.main(['--new-bytes', '2'])\n"
+        "names = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]\n"
+        "assert names and not any('gloo' in name for name in names), names\n"
+    )
+    done = start(str(script))
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_says_how_it_is_started():

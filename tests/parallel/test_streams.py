@@ -10,7 +10,6 @@ import torch
 
 from tmoe.parallel import beside as module
 from tmoe.parallel.beside import Beside
-from tmoe.parallel.groups import Group
 from tmoe.parallel.peers import Peers
 
 CUDA = torch.device("cuda", 0)
@@ -92,7 +91,7 @@ def test_without_a_stream_of_its_own_it_runs_in_turn(log):
 
 
 def test_calls_that_share_memory_come_one_after_the_other(log):
-    peers = Peers(Group(None, (0,), 0), Group(None, (0,), 0), "")
+    peers = Peers("")
     peers.follow(torch.device("cpu"))
     peers.follow(CUDA)
     peers.follow(CUDA)

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from ..nn.lora import LORA, ExpertsLora, LoraPair
 from .expert_layers import ExpertsLayer, Share, divided_layers
-from .faults import said_by_all
+from .faults import next_number, said_by_all
 from .groups import naming
-
-_numbers: dict[Any, int] = {}  # how often a group's ranks have begun adapters
 
 
 def begin(module: nn.Module) -> None:
@@ -27,9 +25,9 @@ def begin(module: nn.Module) -> None:
     layer, parallel = _divided(module)
     everyone, seed = parallel.layout.everyone, int(torch.randint(1 << 62, ()))
     if everyone.handle is not None:
-        number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
+        number = f"adapters/{next_number(everyone.handle, 'adapters')}"
         said = said_by_all(
-            everyone.handle, everyone.ranks, everyone.rank, f"adapters/{number}",
+            everyone.handle, everyone.ranks, everyone.rank, number,
             f"beginning adapters of {parallel.words['layer']}", {"seed": seed},
         )  # fmt: skip
         seed = said[0]["seed"]

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from . import groups
-from .faults import RankMismatchError, agree
+from .faults import RankMismatchError, agree, next_number
 from .layout import Layout
 
 Call = tuple[tuple[str, Any], ...]  # what all ranks have to have in common in a call
-
-_numbers: dict[Any, int] = {}  # how often a group's ranks have compared what they are about to do
 
 
 class Agreement:
@@ -81,7 +79,7 @@ class Agreement:
 
     def _compare(self, call: Call, why: str) -> None:
         everyone = self.layout.everyone
-        number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
+        number = next_number(everyone.handle, "calls")
         mine = self.words | dict(call)
         what = f"experts of {self.words.get('layer', 'a layer')}"
         agree(everyone.handle, everyone.ranks, everyone.rank, f"{why}/{number}", what, mine)

@@ -8,9 +8,11 @@ a collective that meets another one hangs or adds up the wrong numbers.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -38,6 +40,22 @@ def agree(
     differs = differences(ranks, said_by_all(handle, ranks, rank, number, what, mine))
     if differs:
         raise RankMismatchError(f"tmoe.parallel: {what}: {differs}")
+
+
+def next_number(handle: Any, what: str) -> int:
+    """How often this group's ranks have come to `what`, this time counted; 0 for one rank alone.
+
+    It goes when the group does. What kept a destroyed group would keep gloo's threads, and with
+    them Python's exit aborts now and then ("terminate called without an active exception").
+    """
+    if handle is None:
+        return 0
+    counts = _numbers.setdefault(handle, Counter())
+    counts[what] += 1
+    return counts[what]
+
+
+_numbers: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def said_by_all(

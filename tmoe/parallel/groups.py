@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -160,19 +161,20 @@ def group_of(ranks: Sequence[int], like: Any) -> Any:
     """A process group of these ranks, with the time-out of `like`; made once per process. They meet
     first, since torch would wait for a rank that is gone as long as the store does."""
     world: Any = dist.group.WORLD
-    key = (world, tuple(ranks))
-    if key not in _made:
+    made, key = _made.setdefault(world, {}), tuple(ranks)
+    if key not in made:
         names, what = "-".join(map(str, ranks)), "making a group of ranks"
         said_by_all(world, ranks, ranks.index(dist.get_rank()), f"group/{names}", what, {})
         device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
         options = getattr(like._get_backend(device), "options", None)
-        _made[key] = dist.new_group(
+        made[key] = dist.new_group(
             list(ranks),
             timeout=getattr(options, "_timeout", None),
             backend=dist.get_backend_config(like) if hasattr(dist, "get_backend_config") else None,
             use_local_synchronization=True,
         )
-    return _made[key]
+    return made[key]
 
 
-_made: dict[tuple[Any, tuple[int, ...]], Any] = {}
+# Of each world, by their ranks; gone when it is (see `faults.next_number`).
+_made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

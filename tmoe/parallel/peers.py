@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from .faults import said_by_all, time_out
+from .faults import next_number, said_by_all, time_out
 from .groups import Group
 
 SMALLEST = 1 << 21  # bytes of a buffer: what the driver allocates at once
@@ -60,22 +61,20 @@ class Peers:
     """What a group of ranks has in common.
 
     Attributes:
-        group: the ranks that write one another's memory.
-        everyone: those who have to know the same about it.
         reason: why there is no such memory, the same on everyone; "" if there is.
         verified: for which problems its exchange was compared with all-to-all.
     """
 
-    group: Group
-    everyone: Group
     reason: str
     verified: set[Any] = field(default_factory=set)
     _buffers: dict[str, list[Buffer]] = field(default_factory=dict)
     _stream: Any = None
 
-    def buffer(self, what: str, size: int, device: torch.device) -> Buffer:
-        """At least `size` bytes for messages, or for sums; a collective where there is none yet.
-        RuntimeError, on all ranks, if one can't make it."""
+    def buffer(
+        self, what: str, size: int, device: torch.device, group: Group, everyone: Group
+    ) -> Buffer:
+        """At least `size` bytes for messages, or for sums, that the ranks of `group` can write; a
+        collective where there is none yet. RuntimeError, on all ranks, if one can't make it."""
         held = self._buffers.setdefault(what, [])
         for large in held:
             if large.mine.numel() >= size:
@@ -89,10 +88,10 @@ class Peers:
         buffer: Buffer | None = None
         error = ""
         try:
-            buffer = allocate(self.group, size, device)
+            buffer = allocate(group, size, device)
         except RuntimeError as found:  # the driver, or torch's store
             error = str(found).partition("\n")[0]
-        self._agree(error)
+        _agree(everyone, error)
         assert buffer is not None
         held.append(buffer)
         return buffer
@@ -106,31 +105,32 @@ class Peers:
             now.wait_stream(self._stream)
         self._stream = now
 
-    def _agree(self, error: str) -> None:
-        """RuntimeError on all ranks if one has an error."""
-        every = self.everyone
-        said = _said(every, "room for messages in memory", {"error": error})
-        failed = [f"rank {r}: {one['error']}" for r, one in zip(every.ranks, said, strict=True)
-                  if one["error"]]  # fmt: skip
-        if failed:
-            raise RuntimeError("; ".join(failed))
+
+def _agree(everyone: Group, error: str) -> None:
+    """RuntimeError on all ranks if one has an error."""
+    said = _said(everyone, "room for messages in memory", {"error": error})
+    failed = [f"rank {r}: {one['error']}" for r, one in zip(everyone.ranks, said, strict=True)
+              if one["error"]]  # fmt: skip
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
-_known: dict[Any, Peers] = {}
-_numbers: dict[Any, int] = {}  # how often a group's ranks have told each other something here
+# By torch's group of those who write, and of everyone; gone when these are.
+_known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Peers]] = WeakKeyDictionary()
 
 
 def peers_of(group: Group, everyone: Group) -> Peers:
-    """Made once for a group. On GPUs all of `everyone` have to call it, and are compared."""
-    key = (group.handle, everyone.handle)
-    if key not in _known:
-        reason = "experts aren't divided among ranks (ep 1)"
-        if group.handle is not None:
-            reason = why_not_here(group)
-            if group.backend == "nccl":
-                reason = _why_not_there(group, everyone, reason)
-        _known[key] = Peers(group, everyone, reason)
-    return _known[key]
+    """What these ranks, of which `everyone` has to know the same, have in common; made once. On
+    GPUs all of `everyone` have to call it, and are compared."""
+    if group.handle is None:
+        return Peers("experts aren't divided among ranks (ep 1)")
+    known = _known.setdefault(group.handle, WeakKeyDictionary())
+    if everyone.handle not in known:
+        reason = why_not_here(group)
+        if group.backend == "nccl":
+            reason = _why_not_there(group, everyone, reason)
+        known[everyone.handle] = Peers(reason)
+    return known[everyone.handle]
 
 
 def why_not_here(group: Group) -> str:
@@ -168,10 +168,8 @@ def _why_not_there(group: Group, everyone: Group, reason: str) -> str:
 
 
 def _said(everyone: Group, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
-    return said_by_all(
-        everyone.handle, everyone.ranks, everyone.rank, f"peers/{number}", what, mine
-    )  # fmt: skip
+    number = f"peers/{next_number(everyone.handle, 'peers')}"
+    return said_by_all(everyone.handle, everyone.ranks, everyone.rank, number, what, mine)
 
 
 def unlinked(ranks: Sequence[int], said: Sequence[dict[str, Any]]) -> str:

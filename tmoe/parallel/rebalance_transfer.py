@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..checks import expect, expect_type
 from ..formats import QuantizedTensor
-from .faults import RankMismatchError, differences, said_by_all
+from .faults import RankMismatchError, differences, next_number, said_by_all
 from .groups import Group, naming
 from .placement import Placement
 from .rebalance_moves import Move, Moves, plan_moves
@@ -75,8 +75,7 @@ def move_experts(
         RankLostError: a rank was lost. RuntimeError: a rank has no memory left.
     """
     everyone = group if everyone is None else everyone
-    number = _numbers[everyone.handle] = _numbers.get(everyone.handle, 0) + 1
-    call = Call(name, number)
+    call = Call(name, next_number(everyone.handle, "moves of experts"))
     moves, facts = Moves(()), {}
     if problem is None:
         try:
@@ -190,9 +189,6 @@ def _agree(
     differs = differences(everyone.ranks, [one["facts"] for one in said])
     if differs:
         raise RankMismatchError(f"{OP}: {call.name}: {STAYS}. {differs}")
-
-
-_numbers: dict[Any, int] = {}  # how often a group's ranks have moved experts
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:

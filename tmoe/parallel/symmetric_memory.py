@@ -54,8 +54,12 @@ class SymmetricMemory(AllToAll):
     def _memory(self, rows: int, row_bytes: int) -> Tensor:
         device = self.parts.x.device
         self.peers.follow(device)
-        self.messages = self.peers.buffer("messages", rows * row_bytes, device)
+        self.messages = self._buffer("messages", rows * row_bytes, device)
         return self.messages.mine[: rows * row_bytes].view(rows, row_bytes)
+
+    def _buffer(self, what: str, size: int, device: torch.device) -> Buffer:
+        layout = self.layout
+        return self.peers.buffer(what, size, device, layout.experts, layout.everyone)
 
     def _send(self, message: Tensor) -> None:
         go = message[: self.num_sent]
@@ -68,7 +72,7 @@ class SymmetricMemory(AllToAll):
     def _bring_back(self, sums: Tensor, per_row: int) -> Tensor:
         rows, H = per_row * self.num_sent, sums.shape[1]
         row_bytes = -(-H * sums.itemsize // ALIGNED) * ALIGNED
-        buffer = self.peers.buffer("sums", rows * row_bytes, sums.device)
+        buffer = self._buffer("sums", rows * row_bytes, sums.device)
         slots = self.got.slots[: self.gap]
         if per_row > 1:
             slots = slots.reshape(-1, 1)
