@@ -7,7 +7,6 @@ import torch
 
 from tests.parallel import gradient_ranks
 from tests.parallel.cases import Case, run
-from tests.parallel.ranks import ranks
 from tmoe.formats import SCHEMES
 
 TP = {"mesh": (2,), "dims": ("x",), "tp": "x"}
@@ -48,12 +47,6 @@ TWO = [
     ),
     Case("bf16", **DPEP, tokens=(5, 2), dtype=torch.bfloat16),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("exchange", BOTH)
@@ -128,18 +121,6 @@ def test_quantized_width_of_two_ranks(two, scheme):
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "nvfp4"])
 def test_static_scales_go_with_their_experts(two, scheme):
     two.run(run, quantized(scheme, of_experts=True, placement=((4, 0), (1, 3, 2))))
-
-
-@pytest.fixture(scope="module")
-def three():
-    with ranks(3) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks(4) as started:
-        yield started
 
 
 THREE = [

@@ -6,13 +6,6 @@ from tests.parallel import fault_ranks
 from tests.parallel.ranks import ranks
 from tmoe.parallel import Placement
 
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks(4) as started:
-        yield started
-
-
 MISMATCHES = {
     "hidden size": "hidden_size is 64 on rank 0, 2, 3 and 32 on rank 1",
     "dtype": 'dtype of x is "float32" on rank 0, 2, 3 and "bfloat16" on rank 1',

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.parallel import load_ranks
-from tests.parallel.ranks import ranks
 from tmoe.parallel import Placement
 
 PLACED = Placement(8, ((7, 0, 3), (1, 2, 4, 5, 6)))
@@ -19,12 +18,6 @@ CASES = [  # experts as transformers writes them: one by one, or fused; and as t
     ("qwen3_moe", "nvfp4_a16", (OUT_OF_ORDER, TP)),
     ("gpt_oss", "mxfp4_a16", (OUT_OF_ORDER, TP)),
 ]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
-
-
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -4,7 +4,6 @@ import pytest
 
 from tests.integrations.families import FAMILIES
 from tests.parallel import model_ranks
-from tests.parallel.ranks import ranks
 from tmoe.integrations.transformers.version import before
 
 NAMES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "llama4_text")
@@ -14,12 +13,6 @@ WAYS = {
     "tp": ({"tp": "x"}, None, 2 / 3),  # 48 numbers: 32 and 16
     "quantised": ({"ep": "x"}, "fp8_channel", 1 / 2),
 }
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,12 +14,6 @@ from tmoe.parallel.rebalance_moves import Move, plan_moves
 from tmoe.parallel.rebalance_transfer import extra_bytes
 
 
-@pytest.fixture(scope="module")
-def four():
-    with ranks(4) as started:
-        yield started
-
-
 @pytest.mark.parametrize(
     "kind", ["fp32", "bf16", "transposed", "inference", *rebalance_ranks.SCHEMES]
 )

@@ -33,18 +33,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks(4) as started:
-        yield started
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.why)
 def test_two_ranks(two, case):
     two.run(symmetric_ranks.compared, replace(case, grads=False))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.parallel.cases import Case
-from tests.parallel.ranks import ranks
 from tests.parallel.wire_ranks import (
     coded,
     goes_once,
@@ -36,12 +35,6 @@ BYTES = {
     "nvfp4": H // 2 + H // 16,
     "bf16": 2 * H,
 }
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2) as started:
-        yield started
 
 
 def message(token_bytes: int, scale_bytes: int, top_k: int = 2) -> int:
