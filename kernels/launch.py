@@ -55,10 +55,11 @@ _listener: ContextVar[Callable[[Launch], None] | None] = ContextVar("tmoe_launch
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """kernel[grid](*arguments, **options). All launches go through here: see `record.py`.
 
-    A product and a sum become one instruction, with one rounding, whatever Triton does by itself:
-    3.9 warns that 3.10 won't, and the bits shall not depend on that.
+    A product and a sum become one instruction, with one rounding, whatever Triton does by itself
+    (3.9 warns that 3.10 won't, and the bits shall not depend on that), unless `options` say
+    enable_fp_fusion=False.
     """
-    compiled = kernel[grid](*arguments, enable_fp_fusion=True, **options)
+    compiled = kernel[grid](*arguments, **{"enable_fp_fusion": True} | options)
     hear = _listener.get()
     if hear is not None:
         named = {name: options[name] for name in kernel.arg_names if name in options}
