@@ -1,11 +1,11 @@
 """An expert layer on several GPUs: `torchrun --nproc-per-node 2 -m bench.parallel --out FILE`.
 
 Every rank has T tokens of its own and its part of the experts (dp + ep). For each layer, scheme and
-T: the layer on one GPU with the tokens of all, the exchanges, this rank's experts alone on what an
-exchange brings them, and the exchange alone. From these:
+T: the layer on one GPU with the tokens of all, the exchanges, the experts alone on what an exchange
+brings them (of each call those of the rank that takes longest), and the exchange alone. From these:
 
     scaling   time of one GPU with everybody's tokens / time of all GPUs together
-    share     of the time that isn't this rank's experts
+    share     of the time that isn't experts'
     overhead  time of a call less that of its experts, in microseconds
 
 The exchange that writes into others' memory runs where it can. Of a model with a shared expert the
@@ -110,6 +110,22 @@ def rows_for_experts(layer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Rows:
     return seen[0]
 
 
+def experts_us(layer: Any, brought: list[Rows], device: torch.device) -> float:
+    """The experts alone, in each call those of the rank that takes longest: ranks meet after every
+    call, and what meeting takes is taken off again."""
+    one = torch.zeros(1, device=device)
+
+    def meet() -> None:
+        dist.all_reduce(one)
+
+    def compute(rows: Rows) -> None:
+        layer.local_experts(rows, torch.float32)
+        meet()
+
+    both = graph_us([lambda r=r: compute(r) for r in brought], device)
+    return both - graph_us([meet] * len(brought), device)
+
+
 def kept(part: Tensor) -> Tensor:
     """A copy with the same strides: what it stands in may be written by the next call."""
     return torch.empty_strided(
@@ -164,10 +180,7 @@ def measure(
                     [lambda i=i, n=layer: n(i[0], i[2], i[1]) for i in mine], device
                 )
                 brought = [rows_for_experts(layer, i) for i in mine]
-                row[f"{name}_experts_us"] = graph_us(
-                    [lambda r=r, n=layer: n.local_experts(r, torch.float32) for r in brought],
-                    device,
-                )
+                row[f"{name}_experts_us"] = experts_us(layer, brought, device)
                 nothing = [zeros(r, torch.float32) for r in brought]
                 coded = codes_of(layer)
                 row[f"{name}_exchange_us"] = graph_us(
