@@ -15,10 +15,10 @@ from typing import Any
 
 from tmoe.bench.cost_model import FITTED, fitted
 from tmoe.bench.growth import growth, over_tokens
-from tmoe.bench.records import picture_cells, read_results
+from tmoe.bench.records import Cell, picture_cells, read_cells, read_recorded, read_results
 from tmoe.bench.report import Report
 from tmoe.bench.shapes import SHAPES
-from tmoe.bench.tables import Grid, Row
+from tmoe.bench.tables import Grid, Row, standing_table
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -35,6 +35,8 @@ SECTIONS = (
     ("h200_quantized.json", "Quantised weights", ("fp8_block", "mxfp4_a16")),
     ("h200_operations.json", "Single operations", ()),
 )
+COMPARED = ("h200_layer.json", "h200_quantized.json")  # with peers
+TOGETHER = ("bfloat16", "fp8_block", "fp8_channel", "fp8_tensor")
 STARTUP = RESULTS / "h200_startup.json"
 DECODE = RESULTS / "h200_decode_step.json"
 HOST = RESULTS / "h200_host_time.json"
@@ -91,6 +93,7 @@ the GPU that they ran on, and leaves out what ranks send one another.
 def sections() -> Iterator[str]:
     """The page, part by part."""
     yield INTRO
+    yield f"## Beside others\n\n{standing_table(compared(), TOGETHER).as_markdown()}"
     for name, heading, schemes in SECTIONS:
         if (RESULTS / name).exists():
             yield from section(name, heading, schemes)
@@ -107,6 +110,13 @@ def sections() -> Iterator[str]:
     for shape in ("qwen3-30b-a3b", "deepseek-v3"):
         for table in (over_tokens, growth):
             yield table(SHAPES[shape], (1, 16, 128, 1024, 8192)).as_markdown()
+
+
+def compared() -> list[Cell]:
+    """The layers that were recorded of peers, too."""
+    results = read_results([RESULTS / name for name in COMPARED])
+    found = read_cells(results, read_recorded(), "triton")
+    return [cell for cell in found if cell.peers and cell.routing == "random"]
 
 
 def section(name: str, heading: str, schemes: tuple[str, ...]) -> Iterator[str]:

@@ -125,6 +125,24 @@ def summary_table(cells: Sequence[Cell]) -> Grid:
     return Grid(title, ("", *(f"T = {T}" for T in tokens), "all"), tuple(rows))
 
 
+def standing_table(cells: Sequence[Cell], together: Sequence[str]) -> Grid:
+    """Of all cells with peers, scheme by scheme: how many a peer wins, and geometric means; in the
+    last line those of the schemes `together`."""
+    compared = [cell for cell in cells if cell.peers]
+    schemes = [(scheme,) for scheme in dict.fromkeys(cell.scheme for cell in compared)]
+    rows = []
+    for group in (*schemes, tuple(together)):
+        own = [cell for cell in compared if cell.scheme in group]
+        lost = sum(cell.loses for cell in own)
+        over_vllm = [cell.peers["vllm"] / cell.us for cell in own if "vllm" in cell.peers]
+        over_best = [cell.speedup for cell in own if cell.speedup is not None]
+        texts = [" + ".join(group), str(len(own)), str(lost)]
+        texts += [f"{geometric_mean(v):.2f}" if v else "–" for v in (over_vllm, over_best)]
+        rows.append(Row(tuple(texts), starts=len(group) > 1))
+    columns = ("weights", "cells", "a peer is faster", "over vllm", "over the best peer")
+    return Grid("all cells of random routing, geometric means of speedups", columns, tuple(rows))
+
+
 def skew_table(cells: Sequence[Cell]) -> Grid | None:
     """Time per flop over that of balanced routing, whose flops are the same; None without both."""
     balanced = {
