@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import torch
 
 import tmoe
-from tests.parallel.document import PAGE, written
+from tests.parallel.document import PAGE, RECORD, beside_experts, written
 from tmoe.bench.shapes import SHAPES
 from tmoe.parallel.exchange_model import MOST_PEER_BYTES, bytes_needed
 from tmoe.parallel.peers import SMALLEST
@@ -42,6 +43,25 @@ def test_waiting_for_the_slower_rank():
     for tokens, mean, deviation in ((16, 0.025, 0.011), (1, 0.108, 0.051)):
         found = slower_rank(tokens)
         assert abs(found[0] - mean) < deviation / 2 and abs(found[1] - deviation) < deviation / 2
+
+
+def test_what_is_said_of_the_record():
+    rows = json.loads(RECORD.read_text())["rows"]
+
+    def lost(name: str) -> set[tuple[str, int]]:
+        shared = [row for row in rows if f"{name}_beside_us" in row]
+        return {(row["scheme"], row["tokens"]) for row in shared
+                if row[f"{name}_beside_us"] > row[f"{name}_in_turn_us"]}  # fmt: skip
+
+    assert lost("symmetric_memory") == set()
+    assert lost("all_gather") == {("bf16", 128), ("bf16", 1024)}
+    assert lost("all_to_all") == {("bf16", 1024)}
+    name = "symmetric_memory"
+    left = [beside_experts(row, name) - row[f"{name}_exchange_us"]
+            for row in rows if row["tokens"] == 128]  # fmt: skip
+    assert f"{min(left):.0f} to {max(left):.0f} µs are left" in TEXT
+    experts = {row["tokens"]: row[f"{name}_experts_us"] for row in rows[:2]}
+    assert f"of {experts[1]:.0f} µs" in TEXT and f"of {experts[16]:.0f} µs" in TEXT
 
 
 def test_what_symmetric_memory_holds():
