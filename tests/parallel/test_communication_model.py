@@ -162,6 +162,14 @@ def test_a_fit_finds_what_was_put_in():
     assert fitting.largest_error(points, [few]) > 0.5
 
 
+def test_a_record_without_an_exchange_is_refused():
+    record = json.loads(fitting.EXCHANGES.read_text())
+    for row in record["rows"]:
+        del row["symmetric_memory_exchange_us"]
+    with pytest.raises(ValueError, match="mine has no row of symmetric_memory: record all exchang"):
+        fitting.fit_copies(record, H200, "mine")
+
+
 def test_numbers_below_nothing_are_left_out():
     matrix = fitting.np.array([[1.0, 2.0], [1.0, 4.0], [1.0, 8.0]])
     both = fitting.least_squares(matrix, matrix @ [3.0, 0.5], fitting.np.ones(3))
