@@ -92,7 +92,7 @@ def moved(rank: int, scheme: str, exchange: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "symmetric_memory"])
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "mxfp4_a16"])
 def test_two_gpus(two, scheme, exchange):
     for found in two.run(moved, scheme, exchange):
