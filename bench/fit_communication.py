@@ -24,7 +24,7 @@ import numpy as np
 
 from tmoe.bench.shapes import SHAPES
 from tmoe.parallel.communication_model import CONSTANTS, OPERATIONS, Cluster, gpu_named
-from tmoe.plan.layouts import BACK, row_bytes
+from tmoe.plan.layouts import BACK
 from tmoe.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
@@ -137,17 +137,15 @@ def fit_copies(record: dict[str, Any], cluster: Cluster, name: str) -> dict[str,
     for exchange, transfer in ways.items():
         matrix, rest, recorded = [], [], []
         for row in record["rows"]:
-            if f"{exchange}_exchange_us" not in row:  # it couldn't, or wasn't there yet
+            if f"{exchange}_exchange_us" not in row:  # too many tokens for it
                 continue
             shape, n = SHAPES[row["model"]], row["ranks"]
-            # Of records that don't say how many bytes a token was: bf16 and its routes.
-            size = row.get("row_bytes", row_bytes(shape, "bf16"))
-            sent = transfer(cluster, row["tokens"], shape, n, size)
+            sent = transfer(cluster, row["tokens"], shape, n, row["row_bytes"])
             matrix.append([1.0, row["tokens"] * n, row["tokens"] * n * shape.hidden])
             recorded.append(row[f"{exchange}_exchange_us"])
             rest.append(recorded[-1] - sent)
-        if not matrix:
-            continue
+        if not matrix:  # without its numbers nothing could be chosen
+            raise ValueError(f"{name} has no row of {exchange}: record all exchanges")
         numbers = least_squares(np.array(matrix), np.array(rest), 1 / np.array(recorded))
         errors = np.array(matrix) @ numbers - np.array(rest)
         found[exchange] = {

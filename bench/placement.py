@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tmoe
-from bench.parallel import build, graph_us
+from bench.parallel import EXCHANGES, build, graph_us, runnable
 from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, ZIPF
 from tmoe.parallel import Placement, balance, fixed_tokens, parallelize, rebalance
@@ -81,7 +81,7 @@ def check(layer: Any, whole: Any, inputs: Inputs, what: str) -> None:
     assert off < 2**-7, f"{what} is {off} away from one GPU"
 
 
-def spread(whole: Any, placement: Placement, exchange: str, mesh: Any) -> Any:
+def spread(whole: Any, placement: Placement, exchange: str | None, mesh: Any) -> Any:
     layer = tmoe.Experts.__new__(tmoe.Experts)
     layer.__dict__ = dict(whole.__dict__)
     layer._parameters, layer._buffers = dict(whole._parameters), dict(whole._buffers)
@@ -124,7 +124,10 @@ def measure(
             mine = [tokens.call(number, rank) for number in range(CALLS)]
             in_order = Placement.contiguous(shape.num_experts, size)
             for exchange in exchanges:
-                layer = spread(whole, in_order, exchange, mesh)
+                layer = spread(whole, in_order, None, mesh)
+                if not runnable(layer, exchange, T, shape.top_k):
+                    continue
+                layer.parallel.exchange = exchange
                 for redundant in (None, *copies):
                     row = {"model": shape.name, "scheme": scheme, "popular": kind, "tokens": T,
                            "ranks": size, "exchange": exchange, "redundant": redundant}  # fmt: skip
@@ -156,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--schemes", default="bf16,fp8_block")
     parser.add_argument("--tokens", default="16,128,1024,8192")
     parser.add_argument("--redundant", default="0,4")
-    parser.add_argument("--exchanges", default="all_gather,all_to_all")
+    parser.add_argument("--exchanges", default=",".join(EXCHANGES))
     parser.add_argument("--out", type=Path, help="write JSON here")
     options = parser.parse_args(arguments)
     device, mesh = start_ranks()

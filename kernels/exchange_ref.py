@@ -42,6 +42,24 @@ class Parts(NamedTuple):
     weights: Tensor  # (T, K)
 
 
+def copy_of(number: Tensor, experts: Tensor, copies: Tensor) -> Tensor:
+    """Which copy of an expert a token goes to, where the expert has n of them:
+
+        copy = floor(n · frac((t + p) φ)),    φ = (√5 - 1) / 2
+
+    t is the token's number, and p shifts experts against one another, so that a token's popular
+    experts aren't all on the first copies. The multiples of φ fill [0, 1) evenly, whichever stretch
+    of tokens chose the expert, or every how manyth of them: of m such tokens each copy gets m / n,
+    give or take a few. So copies are used evenly without counting, the choice for a token depends
+    on its number and on the expert alone, and nothing waits for the device.
+
+    number: of tokens, experts: their ids, copies: how many each of these has; int64, of shapes that
+    broadcast. Returns numbers below `copies`.
+    """
+    shifted = number + experts * (experts + 1) // 2
+    return ((shifted * PHI & 0xFFFFFFFF) * copies) >> 32
+
+
 def place_ref(
     topk_ids: Tensor, slots: Slots, *, first_turn: int = 0, own: int = 0, capacity: int = 0
 ) -> Places:
@@ -52,8 +70,7 @@ def place_ref(
     found = e
     if slots.of_experts is not None and slots.copies is not None:
         turn = torch.arange(first_turn, first_turn + T, device=e.device)[:, None]
-        turn = turn + e * (e + 1) // 2
-        found = slots.of_experts[e, ((turn * PHI & 0xFFFFFFFF) * slots.copies[e].long()) >> 32]
+        found = slots.of_experts[e, copy_of(turn, e, slots.copies[e].long())]
     found = found.masked_fill(~known, -1).int()
     first, end = slots.first[:-1], slots.first[1:]
     goes = ((found[:, :, None] >= first) & (found[:, :, None] < end)).any(1)

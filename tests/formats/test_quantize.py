@@ -259,3 +259,10 @@ def test_what_power_of_two_scales_cost():
         q = quantize(x, "fp8_block", block_shape=(128, 128), scale_rule=scale_rule)
         errors.append((q.dequantize() - x).norm() / x.norm())
     assert errors[0] < errors[1] < 2 * errors[0] and errors[1] < 0.04
+
+
+def test_what_a_rounding_before_the_codes_does():
+    """docs/formats.md: numbers that were bf16 on the way get other codes, 1 % apart."""
+    x = torch.randn(512, 256)
+    straight, rounded = (quantize(y, "fp8_block").dequantize() for y in (x, x.bfloat16().float()))
+    assert 0.009 < (rounded - straight).norm() / straight.norm() < 0.013

@@ -13,10 +13,17 @@ import torch
 from tests.checking import assert_matches
 from tmoe.kernels.exchange_pack import pack
 from tmoe.kernels.exchange_place import place
-from tmoe.kernels.exchange_ref import Parts, Places, Slots, pack_ref, place_ref, sum_ref
+from tmoe.kernels.exchange_ref import (
+    Parts,
+    Places,
+    Slots,
+    copy_of,
+    pack_ref,
+    place_ref,
+    sum_ref,
+)
 from tmoe.kernels.exchange_sum import sum_rows
 from tmoe.parallel import Placement
-from tmoe.parallel.balance_replicas import replica_of
 
 NAN = float("nan")
 
@@ -106,7 +113,7 @@ def by_hand(case: Case, ids: list[list[int]]) -> tuple[list, list, list]:
         for e in chosen:
             found = placement.expert_slots[e] if 0 <= e < case.E else (-1,)
             turn = torch.tensor(3 + t), torch.tensor(e), torch.tensor(len(found))
-            mine.append(found[int(replica_of(*turn)) if len(found) > 1 else 0])
+            mine.append(found[int(copy_of(*turn)) if len(found) > 1 else 0])
         slots.append(mine)
         row = []
         for p in range(P):

@@ -112,7 +112,8 @@ def compare_data_parallel(rank: int) -> None:
     for name, make in LAYERS.items():
         for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
             torch.manual_seed(0)
-            layer = make().to(device())
+            with device():  # where it is quantised, too
+                layer = make()
             x = tokens(layer, 16)
             parts = whole_gradients(copy.deepcopy(layer), x)
             parallel = DistributedDataParallel(layer, **options)

@@ -80,8 +80,6 @@ def wrong_once(rank: int, forced: bool, at: int) -> dict[str, Any]:
             layer = spread(replace(case, exchange=NAME if forced else None), make_whole(case))
             x = tokens_of(case)[rank]
             one = make_whole(case)(x)
-            if not forced:
-                _prefer(layer)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 try:
@@ -93,16 +91,6 @@ def wrong_once(rank: int, forced: bool, at: int) -> dict[str, Any]:
     finally:
         symmetric_memory.push_rows = usual
     return found
-
-
-def _prefer(layer: Any) -> None:
-    """As if it were measured to be the fastest."""
-    from tmoe.parallel import choose, communication_model
-
-    choose.choose.cache_clear()
-    communication_model.constants()["tmoe"][NAME] = {
-        "start_us": 1e-3, "us_per_row": 0.0, "us_per_value": 0.0
-    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -118,7 +106,6 @@ def no_memory(rank: int) -> dict[str, Any]:
     case = Case("", (2,), ("x",), (4, 2), ep="x", dp="x", grads=False)
     with shared_memory(allocate=failing):
         layer = spread(replace(case, exchange=None), make_whole(case))
-        _prefer(layer)
         x = tokens_of(case)[rank]
         before = tmoe.explain(layer, num_tokens=4).exchange.chosen
         with warnings.catch_warnings(record=True) as warned:
@@ -132,13 +119,22 @@ def no_memory(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@torch.no_grad()
+def on_cpus(rank: int) -> dict[str, str]:
+    """What is chosen where nobody named an exchange, and why."""
+    case = Case("", (2,), ("x",), (4, 2), ep="x", dp="x", grads=False)
+    layer = spread(case, make_whole(case))
+    with fixed_tokens():
+        found = tmoe.explain(layer, num_tokens=4).exchange
+    return {"chosen": found.chosen, "why": str(found)}
+
+
 def with_gradients(rank: int, trained: str) -> tuple[bool, str]:
     """Gradients of experts or of tokens: by another exchange, or refused where it is asked for."""
     case = Case("", (2,), ("x",), (4, 2), ep="x", dp="x")
     with shared_memory():
         layer = spread(replace(case, exchange=None), make_whole(case).requires_grad_(False))
         forced = spread(replace(case, exchange=NAME), make_whole(case).requires_grad_(False))
-        _prefer(layer)
         x = tokens_of(case)[rank]
         for one in (layer, forced):
             if trained == "experts":

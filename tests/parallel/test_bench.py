@@ -20,8 +20,12 @@ def test_exchanges_are_measured_where_they_run(capsys):
         for what in ("", "_experts", "_exchange", "_beside", "_in_turn", "_routed"):
             assert peers[0][f"{name}{what}_us"] == (what != "_experts")  # 1, less a meeting's 1
     table = times({"rows": [*usual, *peers], "machine_info": MACHINE})
-    assert "| tiny | fp8_block | 3 | 1 | 1 | 1.00 | 1 | 1 | 1.00 | 1 |  |  |  | 1 | 1 |" in table
-    assert "| tiny | bf16 | 1 | symmetric_memory | 1 | 1 | 1 |" in table
+    two = "1 | 1.00 | 1, 100 % | 1 | 1.00 | 1, 100 %"
+    assert f"| tiny | fp8_block | 3 | 1 | {two} |  |  |  |" in table
+    assert f"| tiny | bf16 | 1 | 1 | {two} | 1 | 1.00 | 1, 100 % |" in table
+    assert "| tiny | fp8_block | 3 | 1 | 1.00 | 1 | 1.00 |  |  |" in table  # alone
+    assert "| tiny | bf16 | 1 | 1 → 1 | — | 1 → 1 | — | 1 → 1 | — |" in table
+    assert "Of all-gather's 2 rows 2 are within 15 %" in table
     say(peers[0])
     assert "shared expert beside 1.0, in turn 1.0" in capsys.readouterr().out
 
@@ -34,4 +38,5 @@ def test_placement_is_measured(monkeypatch, tmp_path):
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"rows": rows, "machine_info": MACHINE}))
     monkeypatch.setattr(planning, "PLACED", record)
-    assert "| tiny | bf16 | together | all_to_all | 4 | 1 (" in planning.placed()
+    assert "| tiny | bf16 | together | 4 | " in planning.placed()
+    assert "| 1 → 1 → 1 | " in planning.placed()

@@ -134,12 +134,15 @@ def test_why_not(words):
         choose(problem(**REFUSED[words]), "symmetric_memory")
 
 
-def test_it_is_for_who_names_it_until_it_was_measured():
-    decision = choose(problem(tokens=64, fixed=True))
-    last = decision.candidates[-1]
-    assert last.name == "symmetric_memory" and last.accepted and decision.chosen != last.name
-    assert "never measured, so it runs where it is named" in str(decision)
-    assert choose(problem(tokens=64, fixed=True), "symmetric_memory").chosen == last.name
+def test_cpus_never_take_it(two):
+    """Nor does whoever names another one."""
+    for said in two.run(symmetric_ranks.on_cpus):
+        assert said["chosen"] == "all_gather"
+        assert "symmetric_memory  no   its ranks talk through gloo" in said["why"]
+    usual = problem(tokens=64, fixed=True)
+    assert choose(usual).chosen == "symmetric_memory"
+    for name in ("all_gather", "all_to_all"):
+        assert choose(usual, name).chosen == name
 
 
 def test_what_torch_is_asked_for(monkeypatch):

@@ -117,9 +117,13 @@ def test_no_tokens_with_any_strides():
 
 
 def test_the_shorter_exchange_is_chosen():
-    """Few tokens go everywhere; many, over many ranks, where they are wanted."""
-    few = choose(problem(tokens=1, fixed=True))
+    """Few tokens of few ranks go everywhere; many, over many ranks, where they are wanted; on one
+    host, as far as there is room for them, straight into the other GPUs' memory."""
+    few = choose(problem(tokens=1, owners=2, fixed=True, no_peers="there is no NVLink"))
     assert few.chosen == "all_gather"
+    assert choose(problem(tokens=1, fixed=True)).chosen == "symmetric_memory"
+    assert choose(problem(tokens=4096)).chosen == "symmetric_memory"
+    assert choose(problem(tokens=8192)).chosen == "all_to_all"
     many = choose(problem(tokens=8192, owners=64, nodes=8))
     assert many.chosen == "all_to_all"
     assert [c.name for c in many.candidates][:2] == ["all_to_all", "all_gather"]

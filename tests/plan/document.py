@@ -27,29 +27,37 @@ def gain() -> str:
 
 
 def placed() -> str:
-    """What `bench.placement` recorded, if it has been run: a layer in order and as placed."""
-    if not PLACED.exists():
-        return "Nobody has recorded it on GPUs yet."
+    """What `bench.placement` recorded: layers in order and as placed, with each exchange."""
     record = json.loads(PLACED.read_text(encoding="utf-8"))
-    machine = record["machine_info"]
+    machine, rows = record["machine_info"], record["rows"]
+    exchanges = list(dict.fromkeys(row["exchange"] for row in rows))
+    most = max(row["redundant"] or 0 for row in rows)
+    columns = ["model", "scheme", "popular", "T", "busiest rank over the mean", *exchanges]
+    columns += ["moved in"]
     lines = [
-        f"{record['rows'][0]['ranks']} {machine['device']}, T tokens on each, popularity r^-1.2, "
-        "CUDA graphs, in µs; in brackets the load of the busiest rank over the mean.", "",
-        "| model | scheme | popular | exchange | T | in order | placed | with copies | moved in |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        f"{rows[0]['ranks']} {machine['device']}, T tokens on each, popularity r^-1.2, CUDA "
+        f"graphs, in µs: in order → by load → by load with {most} more slots on each; *moved in*: "
+        "what `rebalance` took.", "",
+        f"| {' | '.join(columns)} |", "| --- | --- | --- |" + " ---: |" * (len(columns) - 3),
     ]  # fmt: skip
-    kinds: dict[tuple[Any, ...], dict[Any, Any]] = {}
-    for row in record["rows"]:
-        key = tuple(row[k] for k in ("model", "scheme", "popular", "exchange", "tokens"))
-        kinds.setdefault(key, {})[row["redundant"]] = row
-    for key, by_copies in kinds.items():
-        cells = [str(part) for part in key]
-        for copies in (None, 0, max(n or 0 for n in by_copies)):
-            row = by_copies.get(copies)
-            cells.append(f"{row['us']:.0f} ({row['load_over_mean']:.2f})" if row else "")
-        cells.append(f"{by_copies[0]['rebalance_ms']:.0f} ms" if 0 in by_copies else "")
+    kinds: dict[tuple[Any, ...], dict[tuple[str, Any], dict[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("model", "scheme", "popular", "tokens"))
+        kinds.setdefault(key, {})[row["exchange"], row["redundant"]] = row
+    for key, found in kinds.items():
+        by_exchange = [
+            [found[name, n] for n in (None, 0, most) if (name, n) in found] for name in exchanges
+        ]
+        cells = [*map(str, key), _steps(by_exchange[0], "load_over_mean", 2)]
+        cells += [_steps(one, "us", 0) for one in by_exchange]
+        moved = [f"{found[name, 0]['rebalance_ms']:.0f}" for name, n in found if n == 0]
+        cells += [f"{', '.join(moved)} ms"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _steps(rows: list[dict[str, Any]], name: str, digits: int) -> str:
+    return " → ".join(f"{row[name]:.{digits}f}" for row in rows)
 
 
 def example() -> str:

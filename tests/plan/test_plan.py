@@ -84,7 +84,7 @@ def test_one_gpu_is_what_was_recorded():
 
 
 def test_two_gpus_are_what_was_recorded():
-    """bench.parallel, 1 to 8192 tokens of each: a rank's experts, and all of the layer with either
+    """bench.parallel, 1 to 8192 tokens of each: a rank's experts, and all of the layer with each
     exchange. On one GPU with everybody's tokens too."""
     rows = json.loads(TWO.read_text())["rows"]
     for row in rows:
@@ -92,9 +92,9 @@ def test_two_gpus_are_what_was_recorded():
         found = estimate(Layout(ep=2), Question(model, H200, 2, row["tokens"], row["scheme"]))
         times = {found.exchange: found.transfer.us, **found.other_exchanges}
         assert found.compute.us == pytest.approx(row["all_gather_experts_us"], rel=0.25), row
-        for name in ("all_gather", "all_to_all"):
+        for name in ("all_gather", "all_to_all", "symmetric_memory"):
             predicted = found.compute.us + times[name]
-            assert predicted == pytest.approx(row[f"{name}_us"], rel=0.2), (name, row)
+            assert predicted == pytest.approx(row[f"{name}_us"], rel=0.16), (name, row)
         alone = estimate(Layout(), Question(model, H200, 1, 2 * row["tokens"], row["scheme"]))
         assert alone.us == pytest.approx(row["one_us"], rel=0.2), row
     assert len(rows) >= 20

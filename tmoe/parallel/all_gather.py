@@ -1,8 +1,8 @@
 """All-gather + reduce-scatter: every rank sees all tokens and adds up what its experts say to them.
 
-    x, weights, ids of each rank  ── all-gather ──►  of all ranks' tokens
-    this rank's experts           ── partial sums (P·T, H) in float32
-                                  ── reduce-scatter ──►  (T, H) of its own tokens
+    x, weights, slots of each rank  ── all-gather ──►  of all ranks' tokens
+    this rank's experts             ── partial sums (P·T, H) in float32
+                                    ── reduce-scatter ──►  (T, H) of its own tokens
 
 Where ranks have the same tokens already, nothing is gathered, and the sums are added up on all of
 them. It sends each token everywhere, P·T·H, whatever its experts; few launches and no sorting. All
@@ -19,12 +19,13 @@ from tmoe.kernels.exchange_ref import Parts
 
 from . import autograd
 from .autograd import wide
+from .exchange_steps import place_tokens
 from .groups import Pending
 from .layout import Layout
 from .local import LocalExperts, Rows, each_slot, in_order
 from .messages import Tokens, as_bytes, send_rows
 from .placement import Placement
-from .routes import slots_of
+from .routes import slots_on
 
 
 class AllGather:
@@ -42,17 +43,18 @@ class AllGather:
         """x (T, H), weights (T, K) float32, ids (T, K): start sending them."""
         layout, missing = self.layout, self.rows - x.shape[0]
         self.count, self.tokens = x.shape[0], Tokens.of(x)
+        slots = self._slots_of(ids)
         parts = Parts(
             autograd.copy_to_all(self.tokens.x, layout.copies),
             self.tokens.scale,
-            ids,
+            slots,
             autograd.copy_to_all(weights, layout.copies),
         )
         if missing:
             parts = Parts(
                 _more_rows(parts.x, missing, 0),
                 None if parts.scale is None else _more_rows(parts.scale, missing, 0),
-                _more_rows(ids, missing, -1),
+                _more_rows(slots, missing, -1),
                 _more_rows(parts.weights, missing, 0),
             )
         owners = layout.owners
@@ -74,7 +76,7 @@ class AllGather:
         rows = Rows(
             x,
             got.weights,
-            slots_of(got.slots, placement, self._turns),
+            got.slots,
             placement.first_slots[rank],
             placement.num_slots,
         )
@@ -84,11 +86,14 @@ class AllGather:
         sums = autograd.sum_over_all(sums, layout.copies, what)[: self.count]
         return in_order(sums) if self.slot_by_slot else sums
 
-    def _turns(self) -> Tensor:
-        """Which replica a row takes: counted on from the number of its rank."""
-        ids = self.got.slots
-        row = torch.arange(ids.shape[0], device=ids.device)
-        return row % max(self.rows, 1) + row // max(self.rows, 1)
+    def _slots_of(self, ids: Tensor) -> Tensor:
+        """Before they are sent, while they are few. Of an expert with copies each token has its
+        turn, and each rank begins with another one."""
+        if self.placement.in_order:
+            return ids
+        slots, rank = slots_on(self.placement, ids.device), self.layout.owners.rank
+        places = place_tokens(ids, slots, first_turn=rank, own=0, capacity=0, dropped=None)
+        return places.slots
 
 
 def _more_rows(part: Tensor, missing: int, value: int) -> Tensor:

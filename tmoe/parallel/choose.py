@@ -15,12 +15,10 @@ from ..checks import expect
 from ..dispatch.resolve import Candidate
 from . import exchange_model
 from .communication_model import Cluster, Span, Transfer
-from .exchange_model import bytes_needed
+from .exchange_model import MOST_PEER_BYTES, bytes_needed
 
 GPU = "H200"  # whose links were measured
 ROUTE = 8  # bytes of an expert's id and weight
-UNKNOWN = 1e30  # us: behind all that is known, before what can't be
-MOST_PEER_BYTES = 1 << 30  # of a GPU that others may write
 COUNTS = 8.0  # bytes that ranks tell each other before exact rows are sent
 
 
@@ -75,7 +73,7 @@ class Exchange:
     """A way to bring tokens to experts."""
 
     why_not: Callable[[ExchangeProblem], str | None]
-    cost: Callable[[ExchangeProblem, Cluster], Transfer | None]  # None: nobody has measured it
+    cost: Callable[[ExchangeProblem, Cluster], Transfer]
     what: str
 
 
@@ -119,13 +117,11 @@ def _to_all_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
     return found + cluster.gather("all_gather", mine * p.hidden * 2, p.span(p.shares))
 
 
-def _symmetric_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer | None:
+def _symmetric_cost(p: ExchangeProblem, cluster: Cluster) -> Transfer:
     mine = p.tokens / p.shares
     rows = mine * (1 - (1 - 1 / p.experts) ** p.top_k)  # for each rank; no others are sent
     sent, back = p.row_bytes + ROUTE * p.top_k, p.hidden * p.sum_bytes * p.per_row
     found = exchange_model.symmetric_memory(cluster, p.experts, rows, sent, back, p.hidden)
-    if found is None:
-        return None
     found = found + cluster.all_reduce(mine * p.hidden * p.wide_bytes, p.span(p.width))
     return found + cluster.gather("all_gather", mine * p.hidden * 2, p.span(p.shares))
 
@@ -187,10 +183,6 @@ def choose(problem: ExchangeProblem, forced: str | None = None) -> ExchangeDecis
             answers.append((float("inf"), Candidate(name, False, reason)))
             continue
         us = exchange.cost(problem, cluster)
-        if us is None:
-            said = f"{exchange.what}; never measured, so it runs where it is named"
-            answers.append((UNKNOWN, Candidate(name, True, said, None)))
-            continue
         parts = f"{us.start_us:.0f} starts, {us.us - us.start_us - us.copies_us:.0f} links"
         said = f"about {us.us:.0f} us ({parts}, {us.copies_us:.0f} copies): {exchange.what}"
         answers.append((us.us, Candidate(name, True, said, None)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from .communication_model import Cluster, Span, Transfer
 
+MOST_PEER_BYTES = 1 << 30  # of a GPU that others may write
+
 
 def all_gather(
     cluster: Cluster, span: Span, tokens: float, sent: float, back: float, hidden: int
@@ -32,11 +34,8 @@ def all_to_all(
 
 def symmetric_memory(
     cluster: Cluster, ranks: int, rows: float, sent: float, back: float, hidden: int
-) -> Transfer | None:
-    """`rows` from each rank to each, written over NVLink at once; None as long as nobody has
-    measured it."""
-    if "symmetric_memory" not in cluster.known["tmoe"]:
-        return None
+) -> Transfer:
+    """`rows` from each rank to each, written over the NVLink of one host."""
     others = rows * (ranks - 1)
     us = cluster.written_us(others * (sent + back))
     copies = cluster.copies_us("symmetric_memory", rows * ranks, hidden)

@@ -1,4 +1,4 @@
-"""What all-to-all does beside sending, and how rows go into others' memory: Triton's kernels on a
+"""What exchanges do beside sending, and how rows go into others' memory: Triton's kernels on a
 GPU, their references in PyTorch elsewhere, and for float64. Both give the same bits."""
 
 from __future__ import annotations

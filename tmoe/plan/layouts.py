@@ -5,10 +5,11 @@ same tokens; `ep` such groups, side by side, divide the experts, each with token
 of these, each with all experts, go their own ways. There are T tokens for each GPU, so T · tp for
 each group of tp, and all layouts compute the same T · gpus tokens. Exchanges:
 
-    all_gather    all tokens to all ep ranks, reduce_scatter of their sums
-    all_to_all    each token to the ranks with its experts, and the sums back
-    deepep        for comparison, not tmoe's own: a token goes to each node once, and from there
-                  over NVLink, which is what node-limited routing (DeepSeek's groups) is for
+    all_gather        all tokens to all ep ranks, reduce_scatter of their sums
+    all_to_all        each token to the ranks with its experts, and the sums back
+    symmetric_memory  the same, written over the NVLink of one host
+    deepep            for comparison, not tmoe's own: a token goes to each node once, and from there
+                      over NVLink, which is what node-limited routing (DeepSeek's groups) is for
 
 and with tp an all_reduce of the sums in each. Tokens go in bf16, or as the codes of a scheme that
 rounds its inputs, with ids and weights; sums come back in fp32. Nothing is overlapped, and
@@ -33,7 +34,13 @@ from ..parallel.balance import balance, heaviest
 from ..parallel.choose import ROUTE
 from ..parallel.codes import Codes
 from ..parallel.communication_model import Cluster, Transfer, gpu_named
-from ..parallel.exchange_model import all_gather, all_to_all
+from ..parallel.exchange_model import (
+    MOST_PEER_BYTES,
+    all_gather,
+    all_to_all,
+    bytes_needed,
+    symmetric_memory,
+)
 from ..parallel.shard import width_parts
 from ..shapes import MoEShape
 from .models import PlanModel
@@ -42,6 +49,7 @@ from .traffic import chance_of_any
 MEASURED = "H200"  # the GPU whose kernels were timed
 NOT_OURS = ("deepep",)
 SENT, BACK = 2, 4  # bytes of a bf16 value on its way to experts, and of a sum on its way back
+HOST = 8  # GPUs at most: NVLink domains of more are several hosts
 RESERVE_GB = 4.0  # CUDA, NCCL and PyTorch; the rest is weights, tokens and the KV cache
 
 
@@ -86,7 +94,7 @@ class Estimate:
     """Of one layer on the busiest GPU; gigabytes are 10^9 bytes, of all layers on one GPU."""
 
     layout: Layout
-    exchange: str  # "none", "all_gather" or "all_to_all"
+    exchange: str  # "none", "all_reduce", "all_gather", "all_to_all" or "symmetric_memory"
     us: float
     compute: Prediction
     transfer: Transfer
@@ -210,6 +218,9 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
         "all_gather": all_gather(cluster, span, tokens, sent, back, hidden),
         "all_to_all": all_to_all(cluster, span, rows, sent, back, hidden),
     }
+    on_one_host = span.nodes == 1 and cluster.domain <= HOST
+    if on_one_host and bytes_needed(ep, tokens, sent, back, 1) <= MOST_PEER_BYTES:
+        found["symmetric_memory"] = symmetric_memory(cluster, ep, rows, sent, back, hidden)
     if span.nodes > 1:
         node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
         once, inside = tokens * node * (span.nodes - 1) * busiest, rows * (ep - 1)
