@@ -97,7 +97,12 @@ def alone(rows: list[Row]) -> list[str]:
             cells += [f"{row[f'{name}_exchange_us']:.0f}" if has else ""]
             cells += [f"{ratio(row, name):.2f}" if has else ""]
         lines.append(line(row, cells))
-    return header(columns) + lines
+    about = (
+        "An exchange alone, its experts saying nothing, and how many times that is what NCCL takes "
+        "for the same bytes: to gather and to reduce-scatter, or to send rows to the other rank "
+        "and sums back."
+    )
+    return [about, "", *header(columns), *lines]
 
 
 def overlap(rows: list[Row]) -> list[str]:
