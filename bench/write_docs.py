@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.training_tables import training_tables
 from tmoe.bench.cost_model import FITTED, fitted
 from tmoe.bench.growth import growth, over_tokens
 from tmoe.bench.records import Cell, picture_cells, read_cells, read_recorded, read_results
@@ -73,9 +74,10 @@ and alignment replay its launches ([replay.py](../kernels/replay.py)).
 TRAINED = """## Training: forward and backward
 
 Routed experts in bf16 with all gradients: of x, the routing weights and both weights. They are
-checked against fp64 before a step is timed as a CUDA graph. *Activations* is the most that it holds
-beside its inputs and the weights' gradients; *recomputed* is with `tmoe.options(recompute=True)`. A
-step has 18·T·K·H·I flops, whatever is computed twice.
+checked against fp64 before a step is timed: as a CUDA graph, or call by call where a layer waits
+for the GPU, as Liger's and ScatterMoE's do. *Activations* is the most that it holds beside its
+inputs and the weights' gradients; *recomputed* is with `tmoe.options(recompute=True)`. A step has
+18·T·K·H·I flops, whatever is computed twice.
 """
 
 MODEL = """## Cost model
@@ -191,41 +193,11 @@ def decode_step() -> Iterator[str]:
 
 
 def training() -> Iterator[str]:
-    """A step of the experts beside `grouped_mm`'s."""
+    """A step of the experts beside peers'."""
     found = json.loads(TRAINING.read_text(encoding="utf-8"))
-    machine = found["machine_info"]
     yield TRAINED
     yield f"```console\n$ {found['command']}\n```"
-    peak = machine["matmul_tflops_at_start"]
-    ways = {(row["shape"], row["tokens"], row["way"]): row for row in found["rows"]}
-    rows = []
-    for shape, tokens, way in ways:
-        if way == "tmoe":
-            others = (f"{way}, recompute", "grouped_mm")
-            ours, again, peer = (ways.get((shape, tokens, w), {}) for w in (way, *others))
-            rows.append(Row((shape, str(tokens), *_training_row(ours, again, peer, peak))))
-    columns = (
-        "layer", "T", "tmoe, µs", "TFLOP/s", "% of matmul", "recomputed, µs", "grouped_mm, µs",
-        "speedup", "activations, MiB", "recomputed", "grouped_mm", "of grouped_mm's",
-    )  # fmt: skip
-    title = f"{machine['device']}, torch's matmul at {peak:.0f} TFLOP/s, commit {machine['commit']}"
-    yield Grid(title, columns, tuple(rows)).as_markdown()
-
-
-def _training_row(ours: Json, again: Json, peer: Json, peak: float) -> Iterator[str]:
-    def text(row: Json, key: str, scale: float = 1.0) -> str:
-        return f"{row[key] / scale:.0f}" if key in row else "–"
-
-    yield text(ours, "us")
-    yield text(ours, "tflops")
-    yield f"{100 * ours['tflops'] / peak:.0f}"
-    yield text(again, "us")
-    yield text(peer, "us")
-    yield f"{peer['us'] / ours['us']:.2f}" if "us" in peer else "–"
-    for row in (ours, again, peer):
-        yield text(row, "activation_bytes", 2**20)
-    both = "activation_bytes" in peer
-    yield f"{ours['activation_bytes'] / peer['activation_bytes']:.2f}" if both else "–"
+    yield from training_tables(found)
 
 
 def host_time() -> Iterator[str]:

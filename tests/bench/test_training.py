@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import training
+from bench.training_tables import training_tables
 from tests.reference import fused_experts_ref
 from tmoe.bench import peers
 from tmoe.bench.activation_memory import Peaks
@@ -138,3 +139,20 @@ def test_sonicmoe_keeps_what_its_backward_needs(monkeypatch):
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     layer_of("sonicmoe")
+
+
+def test_tables_have_a_column_for_every_recorded_peer():
+    """The least peer is the one that memory is compared with, and what failed is said."""
+
+    def row(way, us, mib):
+        measured = {"us": us, "tflops": 300.0, "activation_bytes": mib * 2**20}
+        return {"shape": "tiny", "tokens": 6, "way": way} | measured
+
+    rows = [row("tmoe", 10.0, 3), row("grouped_mm", 15.0, 8), row("liger", 25.0, 6)]
+    rows.append({"shape": "tiny", "tokens": 6, "way": "scattermoe", "failed": "Missing: of a kind"})
+    machine = {"device": "a GPU", "matmul_tflops_at_start": 600.0, "commit": "abc"}
+    times, memory, failures = training_tables({"rows": rows, "machine_info": machine})
+    assert "| grouped_mm, µs | speedup | liger, µs | speedup | scattermoe, µs | speedup |" in times
+    assert "| tiny | 6 | 10 | 300 | 50 | – | 15 | 1.50 | 25 | 2.50 | – | – |" in times
+    assert "| tiny | 6 | 3 | – | 8 | 6 | – | 0.50 |" in memory
+    assert failures == "* tiny T=6 scattermoe: Missing: of a kind"
