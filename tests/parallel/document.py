@@ -75,7 +75,7 @@ def found(rows: list[Row]) -> list[str]:
             f"exchange alone {min(exchange):.0f} to {max(exchange):.0f} µs. "
             f"More than {GOAL_US} µs: {', '.join(above) or 'none'}."
         )
-    far = [f"{cell(row)} ({ratio(row, 'all_gather'):.2f})" for row in rows
+    far = [f"{cell(row)} ({ratio(row, 'all_gather'):.3f})" for row in rows
            if ratio(row, "all_gather") > NEAR]  # fmt: skip
     lines.append(
         f"* Of all-gather's {len(rows)} rows {len(rows) - len(far)} are within 15 % of what NCCL "
