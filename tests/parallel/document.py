@@ -31,7 +31,7 @@ def times(record: dict[str, Any]) -> str:
     about = (
         f"Two {machine['device']}, torch {versions['torch']}, Triton {versions['triton']}, CUDA "
         "graphs, T tokens on each, `dp + ep`, in µs; *one*: a GPU with the tokens of both; *+*: a "
-        "call less its experts, and which part of the call that is."
+        "call less its experts, of each call the slower rank's, and which part of the call that is."
     )
     parts = [[about], whole(rows), found(rows), alone(rows), overlap(rows)]
     return "\n\n".join("\n".join(part) for part in parts if part)

@@ -50,6 +50,9 @@ def test_waiting_for_the_busier_rank():
         part = f"{100 * mean:.1f} ± {100 * deviation:.1f} %"
         assert part in TEXT and f"{waiting:.0f} ± {spread:.0f} of {us:.0f} µs" in TEXT
     assert busier_rank(128)[0] < 0.001
+    shape = SHAPES["deepseek-v3"]
+    missed = (1 - shape.top_k / shape.num_experts) ** 32
+    assert f"some {shape.num_experts / 2 * (1 - missed):.0f} on each" in " ".join(TEXT.split())
 
 
 def test_what_is_said_of_overlap():
