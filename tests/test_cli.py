@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import tmoe
+from tests.processes import python_path
 from tmoe import doctor
 from tmoe.cli import app
 from tmoe.dispatch.problem import Machine
 from tmoe.dispatch.resolve import NoBackendError
 
-ROOT = Path(__file__).parents[1]
 LAYER = ["--experts", "8", "--top-k", "2", "--hidden", "4096", "--intermediate", "14336"]
 
 
@@ -29,10 +28,9 @@ def invoke(*args):
 
 def python(*args, path=(), **env):
     """Run Python in a process of its own that finds tmoe and whatever is in `path`."""
-    search = os.pathsep.join(map(str, (*path, ROOT)))
     return subprocess.run(
         [sys.executable, *args],
-        env={**os.environ, "PYTHONPATH": search, **env},
+        env={**os.environ, "PYTHONPATH": python_path(*path), **env},
         capture_output=True,
         text=True,
         timeout=300,

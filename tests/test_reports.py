@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import tmoe
 from tests.checking import assert_matches
+from tests.processes import python_path
 from tests.reference import fused_experts_ref, grouped_gemm_ref
 from tmoe import environment, registry
 from tmoe.backends.torch_grouped import _aligned
@@ -98,7 +99,7 @@ def test_a_path_in_the_environment_is_no_part_of_what_is_kept(tmp_path):
     )
     names = set()
     for root, toolkit in ((ROOT, tmp_path / "cuda"), (tmp_path / "checkout", tmp_path / "cuda-13")):
-        env = {**os.environ, "PYTHONPATH": str(root), "CUDA_HOME": str(toolkit)}
+        env = {**os.environ, "PYTHONPATH": python_path(root=root), "CUDA_HOME": str(toolkit)}
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -15,13 +15,13 @@ import tmoe
 from tests.checking import assert_matches
 from tests.dispatch.conftest import forget
 from tests.dispatch.tuning import pretend_times, problem
+from tests.processes import python_path
 from tests.reference import fused_experts_ref
 from tmoe import environment, registry
 from tmoe.dispatch import measure
 from tmoe.dispatch.problem import Machine
 from tmoe.dispatch.resolve import duration
 
-ROOT = Path(__file__).parents[2]
 E, K, H, I = 4, 2, 32, 16
 
 
@@ -43,17 +43,19 @@ def layer(device, tokens=5):
 
 
 def ran(monkeypatch):
-    """Names of the backends whose experts run from here on."""
+    """Names of the backends whose experts run from here on. One that can replay a call may do so
+    instead of running them."""
     names = []
-    for name in ("torch", "triton"):
-        backend = registry.load(name)
-        real = type(backend).fused_experts
+    for name, methods in (("torch", ["fused_experts"]), ("triton", ["fused_experts", "repeat"])):
+        kind = type(registry.load(name))
+        for method in methods:
+            real = getattr(kind, method)
 
-        def spy(self, *args, real=real, name=name, **kwargs):
-            names.append(name)
-            return real(self, *args, **kwargs)
+            def spy(self, *args, real=real, name=name, **kwargs):
+                names.append(name)
+                return real(self, *args, **kwargs)
 
-        monkeypatch.setattr(type(backend), "fused_experts", spy)
+            monkeypatch.setattr(kind, method, spy)
     return names
 
 
@@ -194,7 +196,7 @@ problem = Problem("fused_experts", 5, {H}, {I}, {E}, {K}, torch.float32, machine
 decision = tmoe.explain(problem)
 print(decision.chosen, {{c.name: c.timing for c in decision.candidates if c.accepted}})
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
     )
@@ -232,12 +234,28 @@ def test_times_belong_to_a_driver_and_to_sources(monkeypatch, device):
     assert measure._measured_on(Machine.of(device)).file_name != before.file_name
 
 
-def test_files_are_read_once(monkeypatch, device):
+def test_files_are_read_once(monkeypatch, empty_store, device):
+    """Those of tmoe; Triton reads its own whenever a kernel is new."""
+    read = []
+    for name in ("open", "read_text", "read_bytes"):
+        real = getattr(Path, name)
+
+        def spy(self, *args, real=real, **kwargs):
+            read.append(self)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, name, spy)
+
+    def found():
+        folders = empty_store, Path("/proc"), Path(tmoe.__file__).parent
+        return [path for path in read if any(path.is_relative_to(folder) for folder in folders)]
+
     tmoe.fused_experts(*layer(device))
-    monkeypatch.setattr(Path, "read_text", None)
-    monkeypatch.setattr(Path, "open", None)
+    assert [path for path in found() if path.suffix == ".json"]  # the store's
+    read.clear()
     tmoe.fused_experts(*layer(device))
     tmoe.fused_experts(*layer(device, tokens=40))  # a problem that was not asked about yet
+    assert found() == []
 
 
 def test_real_times_are_positive_and_kept(device, empty_store):

@@ -10,13 +10,12 @@ import textwrap
 import time
 import warnings
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
 from tmoe.dispatch.store import MeasuredOn, Store
 
-ROOT = Path(__file__).parents[2]
 H200 = MeasuredOn("NVIDIA H200", "580.159", "2.11.0", "3.6.0", None, "0.1.0")
 TIMES = {"a layer": {"triton": 0.041, "torch": 0.183}}
 
@@ -141,7 +140,7 @@ def writer(folder, name, count):
     source = textwrap.dedent(WRITER).format(
         machine=(H200.gpu, H200.driver, H200.torch, H200.triton, H200.flashinfer, H200.tmoe)
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", source, str(folder), name, str(count)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

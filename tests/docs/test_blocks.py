@@ -23,6 +23,7 @@ from tests.docs.run_console import commands_of, not_started, parts_of, run_conso
 from tests.docs.run_page import run_on_a_rank, run_page
 from tests.docs.run_python import run_block
 from tests.parallel.ranks import RankError, ranks
+from tests.processes import python_path
 from tmoe.dispatch import measure
 
 BLOCKS = {page: blocks_of(page) for page in pages()}
@@ -93,7 +94,7 @@ def test_pages_about_ranks_run_on_two(hub, tmp_path):
 
 def test_pages_about_the_interpreter_run_in_a_process_of_their_own(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = python_path()
     command = [sys.executable, "-m", "tests.docs.run_page", *ALONE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"ran {page}" for page in ALONE], done.stderr

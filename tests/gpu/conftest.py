@@ -1,11 +1,21 @@
-"""Keeps one test's damage from the next ones."""
+"""Two ranks of a GPU each, started once for the tests of a file; and one test's damage is kept from
+the next ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.parallel.ranks import ranks
+
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 KEPT_BYTES = 40 * 2**30  # of memory that torch holds but nobody uses
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks(2, device="cuda") as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import tmoe
+from tests.gpu.conftest import NEEDS_TWO
 from tests.nn import fsdp_ranks
 from tests.parallel.ranks import ranks
 
 pytestmark = pytest.mark.gpu
-NVLINK = pytest.param(
-    2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-)
 
 
-@pytest.fixture(scope="module", params=[1, NVLINK], ids=["one", "two"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=NEEDS_TWO)], ids=["one", "two"])
 def group(request):
     with ranks(request.param, device="cuda") as started:
         yield started

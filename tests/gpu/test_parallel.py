@@ -7,17 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.conftest import NEEDS_TWO
 from tests.parallel import gradient_ranks, lora_ranks
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
-from tests.parallel.ranks import ranks
 from tests.parallel.test_lora import files
 from tests.parallel.wire_ranks import coded
 from tmoe.parallel import fixed_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 SIZES = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
 BF16 = SIZES | {"dtype": torch.bfloat16, "grads": False}
 TP = {"mesh": (2,), "dims": ("x",), "tp": "x"}
@@ -48,12 +45,6 @@ WIDTH = [
     Case("mxfp4_a16", **TP, **BF16, tokens=(70,), scheme="mxfp4_a16"),
     Case("gradients", **TP, **SIZES, tokens=(40,), layer={"bias": True}),
 ]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2, device="cuda") as started:
-        yield started
 
 
 @pytest.mark.parametrize("exchange", BOTH)

@@ -1,22 +1,12 @@
 """Whole models of transformers on two GPUs, side by side with one."""
 
 import pytest
-import torch
 
+from tests.gpu.conftest import NEEDS_TWO
 from tests.parallel import load_ranks, model_ranks
-from tests.parallel.ranks import ranks
 
 pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2, device="cuda") as started:
-        yield started
+pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 
 
 @pytest.mark.parametrize("spread", [{"ep": "x"}, {"tp": "x"}, {"ep": "x", "dp": "x"}], ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tmoe
+from tests.gpu.conftest import NEEDS_TWO
 from tests.gpu.layers import QWEN3, inputs, run
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def test_no_token_for_any_local_expert(device):
     assert (run(tensors, QWEN3.keywords) == 0).all()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO
 def test_tensors_on_another_device_than_the_current_one():
     """EN07"""
     first, second = torch.device("cuda:0"), torch.device("cuda:1")

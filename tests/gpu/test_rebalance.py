@@ -11,22 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
 from tests.checking import assert_matches
-from tests.parallel.ranks import ranks
+from tests.gpu.conftest import NEEDS_TWO
 from tmoe.bench.reference import quantized_experts_ref
 from tmoe.demo.verdict import experts_in
 from tmoe.parallel import balance, fixed_tokens, parallelize, rebalance
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 E, K, H, I, T = 16, 4, 512, 256, 128
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2, device="cuda") as started:
-        yield started
 
 
 def true_output(

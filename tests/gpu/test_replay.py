@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import tmoe
+from tests.gpu.conftest import NEEDS_TWO
 from tmoe.backends.triton_backend import TritonBackend
 from tmoe.formats import SCHEMES
 from tmoe.library import shortcut
@@ -197,7 +198,7 @@ def test_on_the_current_stream(device):
     assert torch.equal(got, want)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO
 def test_on_several_devices():
     """EN07: on both in turn, with the first as the current one."""
     places = [torch.device("cuda", i) for i in range(2)]

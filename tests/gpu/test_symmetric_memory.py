@@ -13,24 +13,16 @@ import torch
 import torch.distributed as dist
 
 import tmoe
+from tests.gpu.conftest import NEEDS_TWO
 from tests.gpu.test_parallel import BF16, DPEP, EP, EVERY, captured
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
 from tests.parallel.ranks import ranks
 from tests.parallel.wire_ranks import coded
 from tmoe.parallel import fixed_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 NAME = "symmetric_memory"
 LATE = int(2e8)  # cycles that a GPU does nothing: a tenth of a second
-
-
-@pytest.fixture(scope="module")
-def two():
-    with ranks(2, device="cuda") as started:
-        yield started
 
 
 def facts(rank: int) -> dict[str, Any]:

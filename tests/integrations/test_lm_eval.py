@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.processes import python_path
 from tmoe.demo.checkpoint import MODEL_DIR
 from tmoe.demo.text import held_out_windows, stdlib_dir
 
@@ -91,9 +92,8 @@ def evaluate(model: str, options: str, tasks: Path, out: Path) -> tuple[dict[str
         "--model_args", options, "--tasks", ",".join(TASKS), "--include_path", str(tasks),
         "--device", "cpu", "--batch_size", "8", "--output_path", str(out),
     ]  # fmt: skip
-    search = os.pathsep.join([str(ROOT), *sys.path])
-    env = {**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    env["HF_HOME"] = str(out / "cache")
+    env = {**os.environ, "PYTHONPATH": python_path(), "HF_HOME": str(out / "cache")}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
         command, env=env, cwd=out.parent, capture_output=True, text=True, timeout=500, check=False
     )

@@ -31,7 +31,7 @@ def times(record: dict[str, Any]) -> str:
     about = (
         f"Two {machine['device']}, torch {versions['torch']}, Triton {versions['triton']}, CUDA "
         "graphs, T tokens on each, `dp + ep`, in µs; *one*: a GPU with the tokens of both; *+*: a "
-        "call less its experts, and which part of the call that is."
+        "call less its experts, of each call the slower rank's, and which part of the call that is."
     )
     parts = [[about], whole(rows), found(rows), alone(rows), overlap(rows)]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -75,7 +75,7 @@ def found(rows: list[Row]) -> list[str]:
             f"exchange alone {min(exchange):.0f} to {max(exchange):.0f} µs. "
             f"More than {GOAL_US} µs: {', '.join(above) or 'none'}."
         )
-    far = [f"{cell(row)} ({ratio(row, 'all_gather'):.2f})" for row in rows
+    far = [f"{cell(row)} ({ratio(row, 'all_gather'):.3f})" for row in rows
            if ratio(row, "all_gather") > NEAR]  # fmt: skip
     lines.append(
         f"* Of all-gather's {len(rows)} rows {len(rows) - len(far)} are within 15 % of what NCCL "

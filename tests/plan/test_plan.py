@@ -85,19 +85,27 @@ def test_one_gpu_is_what_was_recorded():
 
 def test_two_gpus_are_what_was_recorded():
     """bench.parallel, 1 to 8192 tokens of each: a rank's experts, and all of the layer with each
-    exchange. On one GPU with everybody's tokens too."""
+    exchange. On one GPU with everybody's tokens too. Of one row the experts are said to be off."""
     rows = json.loads(TWO.read_text())["rows"]
+    off = {}
     for row in rows:
         model = replace(known_model(row["model"]), layers=1, other=0)
         found = estimate(Layout(ep=2), Question(model, H200, 2, row["tokens"], row["scheme"]))
         times = {found.exchange: found.transfer.us, **found.other_exchanges}
-        assert found.compute.us == pytest.approx(row["all_gather_experts_us"], rel=0.25), row
+        if found.compute.us != pytest.approx(row["all_gather_experts_us"], rel=0.19):
+            off[row["model"], row["scheme"], row["tokens"]] = (
+                f"({found.compute.us:.0f} µs for {row['all_gather_experts_us']:.0f})"
+            )
         for name in ("all_gather", "all_to_all", "symmetric_memory"):
             predicted = found.compute.us + times[name]
             assert predicted == pytest.approx(row[f"{name}_us"], rel=0.16), (name, row)
         alone = estimate(Layout(), Question(model, H200, 1, 2 * row["tokens"], row["scheme"]))
         assert alone.us == pytest.approx(row["one_us"], rel=0.2), row
     assert len(rows) >= 20
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert off.keys() == {("qwen3-30b-a3b", "fp8_block", 1)} and all(
+        x in page for x in off.values()
+    )
 
 
 def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():
