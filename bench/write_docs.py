@@ -87,8 +87,8 @@ PRODUCTS_ALONE = """### Its products, one by one
 Each as a launch of its own, checked, beside torch's dense matmul of as many numbers and its grouped
 GEMM: with the tile that was in use when it was recorded, and with the fastest that was tried, whose
 fields stand in their order. Then those of adapters of rank 16, and of the gradient through codes.
-The clock of the GPU moves a time by some per cent: a tile is taken into use where it gains 3 % at
-every number of tokens that was recorded.
+The clock of the GPU moves a time by some per cent: a tile is taken into use where the products that
+it is for gain 3 %, at every number of tokens that was recorded.
 """
 
 MODEL = """## Cost model
