@@ -15,6 +15,8 @@ PRODUCTS = (
     Tile(128, 256, 64, 8, 4, persistent=True),
     Tile(128, 256, 64, 8, 3, 4, persistent=True),
     Tile(128, 256, 64, 8, 3, 16, persistent=True),
+    Tile(128, 256, 64, 8, 3, 32, persistent=True),
+    Tile(128, 256, 64, 8, 4, 16, persistent=True),
     Tile(128, 256, 64, 8, 3),
     Tile(128, 256, 32, 8, 5, persistent=True),
     Tile(128, 128, 64, 8, 4, persistent=True),
@@ -28,6 +30,8 @@ GRADIENTS = (
     GradientTile(128, 256, 64, 8, 4, copies_out=True),
     GradientTile(128, 256, 64, 8, 3, 4, copies_out=True),
     GradientTile(128, 256, 64, 8, 3, 16, copies_out=True),
+    GradientTile(128, 256, 64, 8, 3, 32, copies_out=True),
+    GradientTile(128, 256, 64, 8, 4, 16, copies_out=True),
     GradientTile(128, 256, 32, 8, 5, copies_out=True),
     GradientTile(256, 128, 64, 8, 3, copies_out=True),
     GradientTile(128, 256, 64, 8, 3),
@@ -36,6 +40,7 @@ FROZEN = (
     Tile(64, 128, 32, 4, 3),
     Tile(64, 128, 64, 4, 3),
     Tile(128, 128, 32, 8, 3),
+    Tile(128, 128, 64, 8, 2),
     Tile(128, 128, 64, 8, 3),
     Tile(128, 128, 64, 4, 2),
     Tile(128, 256, 32, 8, 2),
@@ -50,7 +55,7 @@ def as_gated(tile: Tile) -> Tile:
 
 def through_tiles(columns: int) -> list[Tile]:
     """For products with a factor of so many columns."""
-    sizes = ((128, 4, 3), (128, 4, 4), (64, 4, 4), (256, 4, 2), (256, 8, 3))
+    sizes = ((64, 4, 2), (64, 4, 4), (128, 4, 3), (128, 4, 4), (256, 4, 2), (256, 8, 3))
     return [Tile(128, columns, depth, warps, stages) for depth, warps, stages in sizes]
 
 

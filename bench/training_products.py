@@ -171,7 +171,7 @@ class Layer:
     def of_adapters(self, rank: int) -> Iterator[Product]:
         E, H = self.down.shape[:2]
         a = torch.randn(E, rank, H, device=DEVICE).to(DTYPE)
-        used = low_rank_tile(128, rank, DTYPE)
+        used = low_rank_tile(128, rank, DTYPE, DEVICE)
         yield self.rows_times(
             "rows · A, gathered", self.x, a, [used, *through_tiles(used.block_n)], gather=True
         )
@@ -191,10 +191,9 @@ class Layer:
             DEVICE, DTYPE, rows_per_expert=self.rows / self.shape.num_experts,
             intermediate=self.shape.intermediate, described=False,
         )  # fmt: skip
-        used = frozen_gradient_tile(backward.d_rows.block_m, DTYPE)
         for name, rows, weight in (
-            ("dy · down codes", self.dy_rows, self.down),
-            ("d_hidden · gate_up codes", self.hidden, self.gate_up),
+            (f"dy · down in {scheme}", self.dy_rows, self.down),
+            (f"d_hidden · gate_up in {scheme}", self.hidden, self.gate_up),
         ):
             q = quantized(weight, SCHEMES[scheme].weights[-1])
             N, D = q.shape[1:]
@@ -205,6 +204,7 @@ class Layer:
                     out, rows, q.data, self.order(tile.block_m), tile, scales=scales
                 )
 
+            used = frozen_gradient_tile(backward.d_rows.block_m, DTYPE, q.format, DEVICE)
             tiles = [used, *FROZEN]
             right = q[self.expert].dequantize(DTYPE)
             own = rows[self.own]

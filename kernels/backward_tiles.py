@@ -95,7 +95,8 @@ def choose_backward_tiles(
 
 def factor_gradient_tile(rows: int, columns: int, dtype: torch.dtype) -> GradientTile:
     """For the gradient of an adapter's factor, (E, rows, columns), one of which is its rank: no
-    wider than 64 there. Not measured."""
+    wider than 64 there. Measured on an H200 at rank 16, of Qwen3's layer with 256 and 1024 rows per
+    expert: of seven others none was faster with both."""
     thin = min(max(next_power_of_2(min(rows, columns)), 16), 64)
     wide, steps = (128, 64) if dtype.itemsize < 4 else (64, 16)
     sides = (thin, wide) if rows <= columns else (wide, thin)

@@ -185,21 +185,34 @@ DESCRIBED = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}
 INVARIANT_ROWS = 32  # whose tiles serve every batch when a token's bits must not depend on it
 
 
-def low_rank_tile(block_m: int, rank: int, dtype: torch.dtype) -> Tile:
-    """For products with one factor of an adapter: up to 64 columns in a tile. Not measured."""
+def low_rank_tile(block_m: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """For products with one factor of an adapter: up to 64 columns in a tile.
+
+    Measured on an H200 at rank 16, of Qwen3's layer with 256 and 1024 rows per expert: four stages
+    take 0.78 to 0.97 of the time of two, which fit everywhere."""
     columns = 16
     while columns < min(rank, 64):
         columns *= 2
-    return (
-        Tile(block_m, columns, 64, 4, 2) if dtype.itemsize < 4 else Tile(block_m, columns, 16, 8, 2)
-    )
+    if dtype.itemsize == 4:
+        return Tile(block_m, columns, 16, 8, 2)
+    return Tile(block_m, columns, 64, 4, 4 if architecture(device) == "sm_90" else 2)
 
 
-def frozen_gradient_tile(block_m: int, dtype: torch.dtype) -> Tile:
-    """For `frozen_gradient`, whose steps take `block_d` rows of codes apart. Not measured."""
+def frozen_gradient_tile(
+    block_m: int, dtype: torch.dtype, format: str, device: torch.device
+) -> Tile:
+    """For `frozen_gradient`, whose steps take `block_d` rows of codes apart.
+
+    Measured on an H200 in fp8_block, mxfp4 and nvfp4, of Qwen3's layer with 1024 rows per expert:
+    its two products take 0.94, 0.85 and 0.66 of the time of the portable tile. Other formats have
+    the tile of fp8_block."""
     if dtype.itemsize == 4:
         return Tile(block_m, 64, 16, 8, 2)
-    return Tile(block_m, 128, 64, 8, 2) if block_m >= 128 else Tile(block_m, 128, 32, 4, 3)
+    if block_m < 128:
+        return Tile(block_m, 128, 32, 4, 3)
+    if architecture(device) != "sm_90":
+        return Tile(block_m, 128, 64, 8, 2)
+    return Tile(block_m, 128, 64, 8, 3) if format == "mxfp4" else Tile(block_m, 128, 64, 4, 2)
 
 
 def tile_table(

@@ -10,9 +10,13 @@ from statistics import geometric_mean
 import pytest
 import torch
 
-from bench.write_docs import RESULTS, ROOT
+from bench.product_tables import DENSE, GROUPED, products_of
+from bench.write_docs import PRODUCTS, RESULTS, ROOT
 from tmoe.bench.records import read_cells, read_recorded, read_results
 from tmoe.bench.roofline import ROOFS
+from tmoe.formats import SCHEMES
+from tmoe.kernels import tiles as kernel_tiles
+from tmoe.kernels.backward_tiles import factor_gradient_tile
 
 TOKENS = (1, 16, 128, 1024, 8192)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -128,11 +132,46 @@ def test_what_it_says_of_training():
             for row in rows
             if row["way"] == way and "us" in row
         ]
-        if pairs:
-            speedups = [theirs["us"] / mine["us"] for mine, theirs in pairs]
-            faster = f"{min(speedups):.2f} to {max(speedups):.2f} × as fast as {name}"
-            assert faster in README and faster in where
+        speedups = [theirs["us"] / mine["us"] for mine, theirs in pairs]
+        said = f"{min(speedups):.2f} to {max(speedups):.2f} × as fast as {name} and holds"
+        shares = [a["activation_bytes"] / b["activation_bytes"] for a, b in pairs]
+        said += f" {min(shares):.2f} to {max(shares):.2f} of its activations"
+        assert said in WORDS and said in where
         if way == "grouped_mm":
-            shares = [a["activation_bytes"] / b["activation_bytes"] for a, b in pairs]
-            less = f"holds {min(shares):.2f} to {max(shares):.2f} of `grouped_mm`'s activations"
-            assert less in README and less in where
+            of_mixtral = [b["us"] / a["us"] for a, b in pairs if a["shape"] == "mixtral-8x7b"]
+            said = f"On Mixtral it is {min(of_mixtral):.2f} to {max(of_mixtral):.2f} × as fast"
+            assert said in WORDS and said in where
+
+
+def test_what_it_says_of_products_through_codes_and_adapters(monkeypatch):
+    """They are those of the tiles in use, and those are the recorded fastest, where they are said
+    to be."""
+    monkeypatch.setattr(kernel_tiles, "architecture", lambda _: "sm_90")
+    found = products_of(json.loads(PRODUCTS.read_text(encoding="utf-8")))
+    of_qwen = {key[1:]: times for key, times in found.items() if key[0] == "qwen3-30b-a3b"}
+    bf16, device = torch.bfloat16, torch.device("cpu")
+    over_dense, over_grouped = [], []
+    for scheme in ("fp8_block", "mxfp4_a16", "nvfp4_a16"):
+        coded = SCHEMES[scheme].weights[-1].format.name
+        tile = str(kernel_tiles.frozen_gradient_tile(128, bf16, coded, device))
+        both = [
+            of_qwen[16384, f"{product} in {scheme}"]
+            for product in ("dy · down", "d_hidden · gate_up")
+        ]
+        tried = [name for name in both[0] if "Tile(" in name]
+        assert tile == min(tried, key=lambda tile: sum(times[tile] for times in both))
+        over_dense += [times[tile] / times[DENSE] for times in both]
+    for tokens in (4096, 16384):
+        thin = [of_qwen[tokens, name] for name in ("rows · A, gathered", "d_hidden · B")]
+        tile = str(kernel_tiles.low_rank_tile(128, 16, bf16, device))
+        tried = [name for name in thin[0] if "Tile(" in name]
+        assert tile == min(tried, key=lambda tile: sum(times[tile] for times in thin))
+        over_grouped += [times[tile] / times[GROUPED] for times in thin]
+        for name, sides in (("d_A", (16, 2048)), ("d_B", (1536, 16))):
+            times = of_qwen[tokens, name]
+            tile = str(factor_gradient_tile(*sides, bf16))
+            over_grouped.append(times[tile] / times[GROUPED])
+    said = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    slow = f"take {min(over_dense):.1f} to {max(over_dense):.1f} times as long as torch's dense"
+    fast = f"take {min(over_grouped):.2f} to {max(over_grouped):.2f} of the time of torch's"
+    assert slow in said and fast in said

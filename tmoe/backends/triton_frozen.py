@@ -174,7 +174,7 @@ def _along_rows(
         return grouped_gemm(
             out, rows, weight.transpose(1, 2), order, tile, gather=gather, adapter=adapter
         )
-    tile = frozen_gradient_tile(tile.block_m, rows.dtype)
+    tile = frozen_gradient_tile(tile.block_m, rows.dtype, weight.format, rows.device)
     return frozen_gradient(
         out, rows, weight.data, order, tile,
         scales=weight_scales(weight), gather=gather, adapter=adapter,

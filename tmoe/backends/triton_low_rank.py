@@ -36,7 +36,7 @@ def through(
 ) -> Tensor:
     """rows · factor[e].T (S, rank), for a factor (E, rank, D) of any strides."""
     rank, S = factor.shape[1], order.row_to_slot.shape[0]
-    tile = low_rank_tile(order.block_m, rank, rows.dtype)
+    tile = low_rank_tile(order.block_m, rank, rows.dtype, rows.device)
     return grouped_gemm(
         rows.new_empty(S, rank), rows, factor, order, tile,
         gather=gather, row_weight=row_weight, weight_on_input=True,
