@@ -73,7 +73,7 @@ def first_w_rows(half, N, FORM: gl.constexpr):
 
 
 @gluon.jit
-def write_words(words, first, expert, first_row, end_row, halves):
+def _write_words(words, first, expert, first_row, end_row, halves):
     """What the multipliers must know of a tile, by one warp. expert: -1 after the last tile.
     halves: twice the (first) half's number, plus 1 if the other one belongs to it."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -116,7 +116,7 @@ def loader(operands, tiles, rings, FORM: gl.constexpr):
         has_two_parts = end_row - first_row > PART
         mbarrier.wait(empty.index(stage), phase)  # so the words there have been read, too
         halves = (2 * tile_n + own_half) * 2 + is_whole.to(gl.int32)
-        write_words(items, stage * 4, expert, first_row, end_row, halves)
+        _write_words(items, stage * 4, expert, first_row, end_row, halves)
         for d in range(0, D, STEP):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -137,7 +137,7 @@ def loader(operands, tiles, rings, FORM: gl.constexpr):
             stage, phase = next_slot(stage, phase, FORM)
         item = following
     mbarrier.wait(empty.index(stage), phase)
-    write_words(items, stage * 4, -1, 0, 0, 0)
+    _write_words(items, stage * 4, -1, 0, 0, 0)
     mbarrier.arrive(full.index(stage), count=2)
     if item == num_items + programs - 1:  # nobody takes another one
         gl.store(taken_ptr, 0)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tmoe.kernels.activation_ref import activate_ref
-from tmoe.kernels.descriptors import can_describe, describe_rows, describe_weights, is_one_matrix
+from tmoe.kernels.descriptors import describe_rows, describe_weights
 from tmoe.kernels.gemm_loop import compute_tile
 from tmoe.kernels.gemm_tile import load_tile, tile_position
 from tmoe.kernels.launch import (
@@ -39,7 +39,6 @@ from tmoe.kernels.launch import (
     multiplies_fp8,
     num_multiprocessors,
     pdl_options,
-    specializes_warps,
     supports_tma,
 )
 from tmoe.kernels.low_rank import NO_ARGUMENTS, LowRankRows
@@ -49,7 +48,6 @@ from tmoe.kernels.weight_codes import PLAIN, Scales
 
 if TRITON_IS_KNOWN:
     from tmoe.kernels.fp8_blocks import fp8_blocks_gemm
-    from tmoe.kernels.specialized_gemm import specialized_gemm
 
 
 @triton.jit(do_not_specialize=["max_tiles", "top_k", "alpha", "limit"])
@@ -167,23 +165,15 @@ def grouped_gemm(
     With `scales`, w holds codes: float8_e4m3fn, or packed uint8 (E, N, D / 2). Then a is bf16, fp32
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
     codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With
-    scales of the result `out` is float8_e4m3fn.
-
-    A specialised tile of codes is for what `fp8_blocks_gemm` takes; of numbers, for what
-    `specialized_gemm` does, and the rest is computed as if it weren't specialised: the same bits.
+    scales of the result `out` is float8_e4m3fn. A specialised tile is for what `fp8_blocks_gemm`
+    takes.
     """
-    if tile.specialized and scales.weight is not None:
+    if tile.specialized:
         assert adapter is None and before is None
         return fp8_blocks_gemm(
             out, a, w, order, tile, scales, bias=bias, row_weight=row_weight,
             activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit,
         )  # fmt: skip
-    is_plain = activation == "identity" and before is None and adapter is None
-    if tile.specialized and is_plain and not (gather or gated or weight_on_input):
-        if _can_specialize(out, a, w):
-            return specialized_gemm(
-                out, a, w, order, tile.group_m, bias=bias, row_weight=row_weight
-            )
     N, D = out.shape[1], a.shape[1] * (2 if scales.a_packed else 1)
     max_tiles = order.tiles.shape[0]
     programs = max_tiles * cdiv(N, tile.block_n)
@@ -228,18 +218,6 @@ def grouped_gemm(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(out.device),
     )  # fmt: skip
     return out
-
-
-def _can_specialize(out: Tensor, a: Tensor, w: Tensor) -> bool:
-    """Whether the TMA can read rows and weights here, and the warps multiply them."""
-    return (
-        specializes_warps(out.device)
-        and a.dtype == w.dtype == out.dtype
-        and a.dtype.itemsize == 2
-        and a.stride(1) == 1
-        and can_describe(a)
-        and is_one_matrix(w)
-    )
 
 
 def grouped_gemm_ref(

@@ -136,8 +136,7 @@ def multiplies_block_scaled(device: torch.device) -> bool:
 
 
 def specializes_warps(device: torch.device) -> bool:
-    """Whether `fp8_blocks.py` and `specialized_gemm.py` can run: on Hopper, with a Triton whose
-    Gluon they are written in."""
+    """Whether `fp8_blocks.py` can run: on Hopper, with a Triton whose Gluon it is written in."""
     return TRITON_IS_KNOWN and architecture(device) == "sm_90"
 
 

@@ -24,9 +24,7 @@ class Tile:
     For a gated projection block_n counts the activated columns: block_n gate and block_n up
     columns. `group_m` row tiles sweep the columns together. `persistent`: as many programs as the
     GPU has multiprocessors, each taking tile after tile, so that one tile's stores overlap the next
-    one's loads. `specialized`: by `fp8_blocks.py` or, of weights that are numbers, by
-    `specialized_gemm.py`, whose warps have different jobs; what the latter doesn't take is computed
-    as the rest of the tile says.
+    one's loads. `specialized`: by `fp8_blocks.py`, whose warps have different jobs.
     """
 
     block_m: int
@@ -66,11 +64,7 @@ class LayerTiles:
 # experts (TP shards) make few tiles, so theirs are narrower, and at a middling height their short
 # sums (D = I) gain from a persistent down projection. Many rows: 128 × 256 products keep the tensor
 # cores busy, and a program that goes on to the next tile has its first numbers loaded when it comes
-# to it. While an expert has few tiles, tails of half the height are worth more than that, and where
-# its sums aren't long, a down projection gains from specialised warps, which do both.
-HIGH = Tile(128, 128, 64, 8, 4)
-HIGH_DOWN = Tile(128, 256, 64, 8, 3, persistent=True)
-SPECIALIZED_DOWN = replace(HIGH_DOWN, group_m=4, specialized=True)
+# to it. That is worth more than tails of half the height, unless an expert has few tiles.
 HOPPER = (
     LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 256, 64, 8, 4), 5, max_intermediate=256),
     LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 64, 256, 4, 3), 5),
@@ -83,14 +77,13 @@ HOPPER = (
         max_intermediate=1024,
     ),
     LayerTiles(Tile(64, 128, 64, 4, 5), Tile(64, 128, 64, 4, 4), 48),
-    LayerTiles(HIGH, HIGH_DOWN, 192),
-    LayerTiles(replace(HIGH, persistent=True), SPECIALIZED_DOWN, 600, max_intermediate=512),
-    LayerTiles(HIGH, SPECIALIZED_DOWN, 600, max_intermediate=4096),
-    LayerTiles(HIGH, HIGH_DOWN, 600),
-    LayerTiles(replace(HIGH, persistent=True), HIGH_DOWN),
+    LayerTiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3, persistent=True), 192),
+    LayerTiles(
+        Tile(128, 128, 64, 8, 4, persistent=True), Tile(128, 256, 64, 8, 3, persistent=True)
+    ),
 )
-# Not measured. No persistent gate_up: with gpt-oss' activation it would spill registers.
-BLACKWELL = (*HOPPER[:-5], LayerTiles(HIGH, HIGH_DOWN))
+# Not measured. Without the last row: with gpt-oss' activation its gate_up would spill registers.
+BLACKWELL = (*HOPPER[:-2], replace(HOPPER[-2], max_rows=math.inf))
 PORTABLE = (
     LayerTiles(Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3), 16),
     LayerTiles(Tile(64, 64, 32, 4, 3), Tile(64, 128, 32, 4, 3), 64),

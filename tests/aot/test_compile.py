@@ -44,7 +44,7 @@ UNITS = {
     },
 }
 UNITS["sm_103"] = UNITS["sm_100"]
-ONLY_ON = {"_fp8_blocks_kernel": "sm_90", "_specialized_gemm_kernel": "sm_90"}
+ONLY_ON = {"_fp8_blocks_kernel": "sm_90"}
 
 
 def _faults(kernel: dict, target: Target) -> list[str]:
@@ -66,8 +66,6 @@ def _faults(kernel: dict, target: Target) -> list[str]:
         unit = UNITS.get(target.name, {}).get(kernel["case"].split()[0])
         if unit is not None and kernel["units"] != [unit]:
             faults.append(f"codes meet in {kernel['units']}, not in {unit}")
-    if kernel["kernel"] == "_specialized_gemm_kernel" and kernel["instructions"] != ["wgmma"]:
-        faults.append(f"multiplies with {kernel['instructions']}")
     if kernel["kernel"] == "_fp8_blocks_kernel" and kernel["units"] != ["f32.e4m3.e4m3"]:
         faults.append(f"codes meet in {kernel['units']}")
     return faults

@@ -33,7 +33,6 @@ TILES = {
     "128-rows, halved tails": Tile(128, 32, 32, 4, 2, group_m=2),
     "128-rows, persistent": Tile(128, 32, 32, 8, 3, persistent=True),
     "64-rows, persistent": Tile(64, 32, 32, 4, 3, group_m=1, persistent=True),
-    "128-rows, specialized": Tile(128, 32, 32, 8, 3, persistent=True, specialized=True),
 }
 
 

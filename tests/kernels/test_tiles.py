@@ -93,11 +93,9 @@ def test_sizes_that_tensor_cores_and_descriptors_take(table):
     for row in table:
         for tile in (row.gate_up, row.down):
             if tile.specialized:
-                of_codes = table is not HOPPER
-                assert tile.block_m == 128 and tile.block_d == (128 if of_codes else 64)
+                assert tile.block_m == tile.block_d == 128
                 assert tile.block_n == (128 if tile is row.gate_up else 256)
-                if of_codes:
-                    continue
+                continue
             for size in (tile.block_m, tile.block_n, tile.block_d):
                 assert 8 <= size <= 256 and size & (size - 1) == 0
             assert tile.num_warps in (2, 4, 8) and tile.num_stages >= 2 and tile.group_m >= 1

@@ -84,9 +84,6 @@ def _neighbours(tile: Tile, interpreted: bool) -> Iterator[Tile]:
             yield replace(tile, **{name: value})
     if interpreted:
         return
-    if tile.specialized and tile.persistent:  # of numbers: that kernel's ring has one size
-        yield replace(tile, specialized=False)
-        return
     for stages in (tile.num_stages - 1, tile.num_stages + 1):
         yield replace(tile, num_stages=stages)
     if tile.block_m >= 64 and not tile.specialized:

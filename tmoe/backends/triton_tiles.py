@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tmoe.kernels.descriptors import can_describe
 from tmoe.kernels.tiles import (
-    HOPPER,
     QUANTIZED_BY_KIND,
     LayerTiles,
     Tile,
@@ -208,8 +207,8 @@ def projections(tiles: LayerTiles, problem: Problem) -> Iterator[tuple[Tile, int
 
 
 def _can_run(tile: Tile, kind: str, columns: int, quantized: bool) -> bool:
-    if tile.specialized:  # the kernels are written for these sizes
-        rows = HOPPER if kind == PLAIN else QUANTIZED_BY_KIND.get(kind, ())
+    if tile.specialized:  # the kernel is written for these sizes
+        rows = QUANTIZED_BY_KIND.get(kind, ())
         return any(_sizes(tile) in (_sizes(row.gate_up), _sizes(row.down)) for row in rows)
     # Steps over codes are never shorter in the tables: Triton fails to compile some that are.
     steps = range(64 if quantized else 16, 129 if "blocks" in kind else 257)
