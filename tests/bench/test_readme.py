@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.product_tables import DENSE, GROUPED, products_of
-from bench.write_docs import PRODUCTS, RESULTS, ROOT
+from bench.write_docs import PRODUCTS, RESULTS, ROOT, TOGETHER, compared
 from tmoe.bench.records import read_cells, read_recorded, read_results
 from tmoe.bench.roofline import ROOFS
 from tmoe.formats import SCHEMES
@@ -90,6 +90,12 @@ def test_what_it_says_of_quantised_weights():
     assert four in WORDS and {c.shape for c in cells if c.scheme == "mxfp4_a16"} == {"gpt-oss-120b"}
     behind = sum(cell.loses for cell in cells)
     assert f"A peer is ahead in {behind} of {len(cells)} cells" in WORDS
+    together = [cell for cell in compared() if cell.scheme in TOGETHER]
+    over_vllm = geometric_mean([cell.peers["vllm"] / cell.us for cell in together])
+    over_best = geometric_mean([cell.speedup for cell in together])
+    link = "[together](docs/performance.md#beside-others)"
+    said = f"The {len(together)} cells of bf16 and FP8 {link}"
+    assert f"{said}: {over_vllm:.2f} × vLLM, {over_best:.2f} × the best peer." in WORDS
 
 
 def test_what_it_says_of_the_demos_model():
