@@ -221,7 +221,7 @@ def training() -> Iterator[str]:
         yield PRODUCTS_ALONE
         yield from typed(products["command"])
         yield product_table(products).as_markdown()
-        yield where_a_step_goes(found, products)
+        yield from where_a_step_goes(found, products)
 
 
 def host_time() -> Iterator[str]:

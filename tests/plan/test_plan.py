@@ -14,9 +14,11 @@ from bench.fit_cost_model import RECORDS, ROOT, read_cells
 from tmoe.bench.cost_model import predict
 from tmoe.bench.shapes import SHAPES
 from tmoe.cli import app
+from tmoe.dispatch.problem import token_bucket
+from tmoe.parallel.choose import ROUTE, ExchangeProblem, choose
 from tmoe.parallel.communication_model import Cluster, gpu_names
 from tmoe.plan import known_model, model_from_config, placement_gain, plan
-from tmoe.plan.layouts import Layout, Question, estimate, layouts
+from tmoe.plan.layouts import Layout, Question, estimate, layouts, row_bytes
 from tmoe.plan.models import _KNOWN
 
 TWO = ROOT / "bench" / "results" / "h200x2_parallel.json"
@@ -106,6 +108,22 @@ def test_two_gpus_are_what_was_recorded():
     assert off.keys() == {("qwen3-30b-a3b", "fp8_block", 1)} and all(
         x in page for x in off.values()
     )
+
+
+def test_symmetric_memory_is_planned_where_it_is_chosen():
+    """`choose` knows the next power of two of tokens: 3000 would have room for their rows, but not
+    all that are counted with them."""
+    for tokens in (2048, 3000):
+        ask = Question(DEEPSEEK, H200, 8, tokens, "fp8_block")
+        found = estimate(Layout(ep=8), ask)
+        planned = {found.exchange, *found.other_exchanges}
+        shape = DEEPSEEK.shape
+        sent = row_bytes(shape, "fp8_block") - ROUTE * shape.top_k
+        problem = ExchangeProblem(
+            token_bucket(tokens), shape.hidden, shape.top_k, sent, 4, 4, owners=8, shares=1, width=1
+        )
+        (peers,) = (c for c in choose(problem).candidates if c.name == "symmetric_memory")
+        assert ("symmetric_memory" in planned) == peers.accepted == (tokens == 2048)
 
 
 def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():
