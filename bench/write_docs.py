@@ -154,7 +154,7 @@ def typed(command: str) -> Iterator[str]:
     lines = commands.replace(" && ", "\n$ ")
     yield f"```console\n$ {lines}\n```"
     if besides:
-        yield f"and, {besides}."
+        yield f"{besides[0].upper()}{besides[1:]}."
 
 
 def shown(report: Report, schemes: tuple[str, ...]) -> list[str]:
