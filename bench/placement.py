@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tmoe
-from bench.parallel import EXCHANGES, build, graph_us, runnable
+from bench.parallel import EXCHANGES, build, runnable
+from bench.rank_times import graph_us
 from bench.script import command_of, start_ranks, write_record
 from tmoe.bench.shapes import SHAPES, ZIPF
 from tmoe.parallel import Placement, balance, fixed_tokens, parallelize, rebalance

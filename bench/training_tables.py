@@ -23,7 +23,9 @@ def training_tables(found: Json) -> Iterator[str]:
     ]
     machine = found["machine_info"]
     peak = machine["matmul_tflops_at_start"]
-    title = f"{machine['device']}, torch's matmul at {peak:.0f} TFLOP/s, commit {machine['commit']}"
+    title = (
+        f"µs, {machine['device']}, torch's matmul at {peak:.0f} TFLOP/s, commit {machine['commit']}"
+    )
     yield _times(title, peers, cells, peak).as_markdown()
     yield _memory(peers, cells).as_markdown()
     failures = [
@@ -34,16 +36,14 @@ def training_tables(found: Json) -> Iterator[str]:
 
 
 def _times(title: str, peers: tuple[str, ...], cells: list[Any], peak: float) -> Grid:
-    columns = ["layer", "T", "tmoe, µs", "TFLOP/s", "% of matmul", "recomputed, µs"]
-    for peer in peers:
-        columns += [f"{peer}, µs", "speedup"]
+    columns = ["layer", "T", "tmoe", "TFLOP/s", "% of matmul", "recomputed"]
+    columns += [f"{peer} (speedup)" for peer in peers]
     lines = []
     for shape, tokens, (ours, again, *others) in cells:
         texts = [shape, str(tokens), _text(ours, "us"), _text(ours, "tflops")]
         texts += [f"{100 * ours['tflops'] / peak:.0f}", _text(again, "us")]
         for peer in others:
-            speedup = f"{peer['us'] / ours['us']:.2f}" if "us" in peer else "–"
-            texts += [_text(peer, "us"), speedup]
+            texts += [f"{peer['us']:.0f} ({peer['us'] / ours['us']:.2f})" if "us" in peer else "–"]
         lines.append(Row(tuple(texts)))
     return Grid(title, tuple(columns), tuple(lines))
 

@@ -154,7 +154,7 @@ def typed(command: str) -> Iterator[str]:
     lines = commands.replace(" && ", "\n$ ")
     yield f"```console\n$ {lines}\n```"
     if besides:
-        yield f"and, {besides}."
+        yield f"{besides[0].upper()}{besides[1:]}."
 
 
 def shown(report: Report, schemes: tuple[str, ...]) -> list[str]:
@@ -221,7 +221,7 @@ def training() -> Iterator[str]:
         yield PRODUCTS_ALONE
         yield from typed(products["command"])
         yield product_table(products).as_markdown()
-        yield where_a_step_goes(found, products)
+        yield from where_a_step_goes(found, products)
 
 
 def host_time() -> Iterator[str]:

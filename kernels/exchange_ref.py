@@ -1,6 +1,5 @@
-"""What the kernels of the all-to-all exchange compute, in PyTorch: `exchange_place.py`,
-`exchange_pack.py`, `exchange_push.py`, `exchange_sum.py`. Without Triton, and without waiting
-for the device.
+"""What the kernels of the exchanges compute, in PyTorch: `exchange_place.py`, `exchange_pack.py`,
+`exchange_push.py`, `exchange_sum.py`. Without Triton, and without waiting for the device.
 
 T tokens, K experts per token, P ranks; N = num_sent + rows that stay.
 """

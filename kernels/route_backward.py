@@ -260,7 +260,7 @@ def route_backward(
         LOGIT_SCALE=logit_scale, SOFTCAP=logit_softcap, JITTER=jitter,
         BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=max(2, next_power_of_2(top_k + num_shared)),
         num_warps=1 if block_e <= 512 else 4, **pdl_options(logits.device),
-        enable_fp_fusion=False,  # d_v less a rounded d_v is 0, less one that isn't rounded it isn't
+        enable_fp_fusion=False,  # d_v is a product, and d_v - d_v isn't 0 where one is rounded
     )  # fmt: skip
     return out
 

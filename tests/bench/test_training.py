@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import training
+from bench.product_tables import DENSE, GROUPED, OF_A_STEP, where_a_step_goes
 from bench.training_tables import training_tables
 from tests.reference import fused_experts_ref
 from tmoe.bench import peers
@@ -152,7 +153,34 @@ def test_tables_have_a_column_for_every_recorded_peer():
     rows.append({"shape": "tiny", "tokens": 6, "way": "scattermoe", "failed": "Missing: of a kind"})
     machine = {"device": "a GPU", "matmul_tflops_at_start": 600.0, "commit": "abc"}
     times, memory, failures = training_tables({"rows": rows, "machine_info": machine})
-    assert "| grouped_mm, µs | speedup | liger, µs | speedup | scattermoe, µs | speedup |" in times
-    assert "| tiny | 6 | 10 | 300 | 50 | – | 15 | 1.50 | 25 | 2.50 | – | – |" in times
+    assert "| grouped_mm (speedup) | liger (speedup) | scattermoe (speedup) |" in times
+    assert "| tiny | 6 | 10 | 300 | 50 | – | 15 (1.50) | 25 (2.50) | – |" in times
     assert "| tiny | 6 | 3 | – | 8 | 6 | – | 0.50 |" in memory
     assert failures == "* tiny T=6 scattermoe: Missing: of a kind"
+
+
+@pytest.mark.parametrize(("dense", "said"), [(100.0, "less"), (90.0, "more")])
+def test_where_a_step_goes_is_said_of_any_record(dense, said):
+    """Whether or not the goal is reached, and nothing of what wasn't recorded together."""
+
+    def step(way, ms):
+        return {"shape": "mixtral-8x7b", "tokens": 64, "way": way, "us": 1e3 * ms}
+
+    steps = [step("tmoe", 600), step("grouped_mm", 855), step("tmoe, recompute", 700)]
+    steps.append({"shape": "mixtral-8x7b", "tokens": 128, "way": "tmoe", "failed": "no memory"})
+    training = {"rows": steps, "machine_info": {"matmul_tflops_at_start": 800.0}}
+    times = {"Tile(block_m=128)": 90.0, "Tile(block_m=64)": 80.0, DENSE: dense, GROUPED: 95.0}
+    rows = [
+        {"shape": "mixtral-8x7b", "tokens": 64, "product": product, "tile": tile, "us": 1e3 * ms}
+        for product in OF_A_STEP
+        for tile, ms in times.items()
+    ]
+    first, table, last = where_a_step_goes(training, {"rows": rows})
+    assert "a step is 1.43 to 1.43 × as fast as `grouped_mm`'s; the goal was 1.5 ×" in first
+    assert "| tmoe | 540.0 | 0 | 60.0 | 600.0 |" in table  # by the tile in use
+    assert "| torch's grouped_mm, as in transformers | 570.0 | 0 | 285.0 | 855.0 |" in table
+    assert f"| torch's dense matmul | {6 * dense:.1f} | 0 | – | – |" in table
+    assert last.startswith(f"1.5 × is a step of 570.0 ms, {said} than torch's dense matmul takes")
+    faster = {**training, "rows": [step("tmoe", 400), step("grouped_mm", 855)]}
+    assert "2.14 to 2.14 ×" in next(where_a_step_goes(faster, {"rows": rows}))
+    assert list(where_a_step_goes(training, {"rows": rows[:-4]})) == []

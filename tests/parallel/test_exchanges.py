@@ -137,6 +137,10 @@ THREE = [
         placement=((0, 1), (2, 3, 0), (6, 4, 5)), layer={"bias": True},
     ),
     Case(
+        "copies, a rank without tokens", mesh=(3,), dims=("x",), ep="x", dp="x", tokens=(6, 0, 4),
+        experts=4, top_k=3, placement=((0, 1), (2, 3, 0), (3, 0)),
+    ),
+    Case(
         "copies, same tokens", mesh=(3,), dims=("x",), ep="x", tokens=(7,), experts=4, top_k=3,
         placement=((3, 1), (2, 3, 0), (3, 2)), layer={"activation": "relu2"},
     ),

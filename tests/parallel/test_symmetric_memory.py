@@ -1,5 +1,6 @@
 """Rows that ranks write into one another's memory: here files that both map, on GPUs NVLink."""
 
+import ctypes
 import inspect
 import os
 from dataclasses import replace
@@ -183,6 +184,38 @@ def test_what_torch_is_asked_for(monkeypatch):
         peers.allocate(Group("a group", (4, 5), 0), 1 << 21, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("near", "failed", "atomic", "sees"),
+    [(True, 0, 1, True), (True, 0, 0, False), (True, 101, 1, False), (False, 0, 1, False)],
+    ids=["NVLink", "PCIe", "the driver can't say", "apart"],
+)
+def test_a_gpu_is_seen_where_barriers_can_be(monkeypatch, near, failed, atomic, sees):
+    """Writing over PCIe isn't enough: a barrier swaps a word in the other's memory."""
+
+    def answer(value, attribute, device, other):
+        assert (attribute, device, other) == (3, 0, 1)
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = atomic
+        return failed
+
+    driver = SimpleNamespace(cuDeviceGetP2PAttribute=answer)
+    monkeypatch.setattr(peers.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: near)
+    assert peers.sees_peer(0, 1) == sees
+
+
+def test_a_driver_is_not_asked_where_there_is_a_reason_already(monkeypatch):
+    """AMD's has another name."""
+    heard = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(peers, "_said", lambda everyone, what, mine: heard.append(mine) or [mine])
+    monkeypatch.setattr(peers, "sees_peer", lambda device, other: True)
+    alone = Group(None, (0,), 0)
+    assert peers._why_not_there(alone, alone, "these are AMD's") == "these are AMD's"
+    assert peers._why_not_there(alone, alone, "") == ""
+    assert [mine["sees"] for mine in heard] == [[], [1]]
+
+
 def said(**changes):
     return {"reason": "", "host": "a", "device": 0, "sees": [1], "group": [0, 1]} | changes
 
@@ -192,7 +225,7 @@ def test_ranks_that_do_not_see_each_other():
     assert unlinked([0, 1], [said(), other]) == ""
     assert unlinked([0, 1], [said(), other | {"host": "b"}]).endswith("on two hosts, a and b")
     assert "both call their GPU cuda:0" in unlinked([0, 1], [said(), said()])
-    assert "cuda:1 of rank 1 can't reach the memory of cuda:0 of rank 0" in unlinked(
+    assert "cuda:1 of rank 1 can't reach cuda:0 of rank 0 over NVLink" in unlinked(
         [0, 1], [said(), other | {"sees": []}]
     )
     assert unlinked([0, 1], [said(), other | {"reason": "no Triton"}]) == "no Triton (rank 1)"

@@ -10,16 +10,12 @@ import pytest
 from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from bench.fit_cost_model import RECORDS, ROOT, read_cells
-from tmoe.bench.cost_model import predict
 from tmoe.bench.shapes import SHAPES
 from tmoe.cli import app
 from tmoe.parallel.communication_model import Cluster, gpu_names
 from tmoe.plan import known_model, model_from_config, placement_gain, plan
-from tmoe.plan.layouts import Layout, Question, estimate, layouts
-from tmoe.plan.models import _KNOWN
+from tmoe.plan.layouts import layouts
 
-TWO = ROOT / "bench" / "results" / "h200x2_parallel.json"
 H200 = Cluster.of("H200", 8, 400)
 DEEPSEEK = known_model("deepseek-v3")
 
@@ -64,48 +60,6 @@ def test_all_ranks_hold_the_model_once(deepseek):
     for found in deepseek.ranked:
         copies = found.experts_gb * found.layout.tp * found.layout.ep
         assert copies == pytest.approx(1.00025 * DEEPSEEK.expert_parameters / 1e9, rel=1e-4)
-
-
-def test_one_gpu_is_what_was_recorded():
-    """No exchange, and the time of the cost model, which a quarter around every record holds."""
-    cells = [cell for own in read_cells([ROOT / r for r in RECORDS]).values() for cell in own]
-    compared = 0
-    for layer, us in cells:
-        name = layer.shape.name
-        if layer.routing != "random" or name not in _KNOWN:
-            continue
-        model = replace(known_model(name), layers=1, other=0)
-        (found,) = plan(model, 1, H200, tokens=layer.tokens, scheme=layer.scheme).ranked
-        assert found.exchange == "none" and str(found.layout) == "1 GPU"
-        assert found.us == predict(layer.shape, layer.tokens, scheme=layer.scheme).us
-        assert found.us == pytest.approx(us, rel=0.25)
-        compared += 1
-    assert compared > 60
-
-
-def test_two_gpus_are_what_was_recorded():
-    """bench.parallel, 1 to 8192 tokens of each: a rank's experts, and all of the layer with each
-    exchange. On one GPU with everybody's tokens too. Of one row the experts are said to be off."""
-    rows = json.loads(TWO.read_text())["rows"]
-    off = {}
-    for row in rows:
-        model = replace(known_model(row["model"]), layers=1, other=0)
-        found = estimate(Layout(ep=2), Question(model, H200, 2, row["tokens"], row["scheme"]))
-        times = {found.exchange: found.transfer.us, **found.other_exchanges}
-        if found.compute.us != pytest.approx(row["all_gather_experts_us"], rel=0.19):
-            off[row["model"], row["scheme"], row["tokens"]] = (
-                f"({found.compute.us:.0f} µs for {row['all_gather_experts_us']:.0f})"
-            )
-        for name in ("all_gather", "all_to_all", "symmetric_memory"):
-            predicted = found.compute.us + times[name]
-            assert predicted == pytest.approx(row[f"{name}_us"], rel=0.16), (name, row)
-        alone = estimate(Layout(), Question(model, H200, 1, 2 * row["tokens"], row["scheme"]))
-        assert alone.us == pytest.approx(row["one_us"], rel=0.2), row
-    assert len(rows) >= 20
-    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert off.keys() == {("qwen3-30b-a3b", "fp8_block", 1)} and all(
-        x in page for x in off.values()
-    )
 
 
 def test_few_tokens_want_few_weights_and_many_tokens_little_traffic():

@@ -10,6 +10,7 @@ at afterwards.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from .faults import next_number, said_by_all, time_out
 from .groups import Group
 
 SMALLEST = 1 << 21  # bytes of a buffer: what the driver allocates at once
+_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -158,13 +160,23 @@ def why_not_here(group: Group) -> str:
 def _why_not_there(group: Group, everyone: Group, reason: str) -> str:
     """Of all ranks: what one of them can't, or which two GPUs don't see each other."""
     device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    sees = [d for d in range(count)
-            if d != device and torch.cuda.can_device_access_peer(device, d)]  # fmt: skip
+    others = [d for d in range(count) if d != device and not reason]  # of AMD's nothing is asked
+    sees = [d for d in others if sees_peer(device, d)]
     mine = {
         "reason": reason, "host": socket.gethostname(), "device": device, "sees": sees,
         "group": group.ranks,
     }  # fmt: skip
     return unlinked(everyone.ranks, _said(everyone, "what GPUs see of each other", mine))
+
+
+def sees_peer(device: int, other: int) -> bool:
+    """Whether a GPU can write another one's memory, atomically too: barriers of symmetric memory
+    swap a word there. Over NVLink it can; over PCIe a GPU may see another one without that."""
+    if not torch.cuda.can_device_access_peer(device, other):
+        return False
+    driver, atomic = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(atomic), _ATOMICS, device, other)
+    return not failed and bool(atomic.value)
 
 
 def _said(everyone: Group, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -191,7 +203,7 @@ def unlinked(ranks: Sequence[int], said: Sequence[dict[str, Any]]) -> str:
                 )
             if rank != other and its["device"] not in one["sees"]:
                 there = f"cuda:{its['device']} of rank {other}"
-                return f"cuda:{one['device']} of rank {rank} can't reach the memory of {there}"
+                return f"cuda:{one['device']} of rank {rank} can't reach {there} over NVLink"
     return ""
 
 

@@ -29,6 +29,7 @@ from ..bench.cost_model import Prediction, RankLayer, fitted, predict_with, weig
 from ..bench.loads import Load, chances
 from ..bench.roofline import ROOFS, Roof
 from ..checks import expect
+from ..dispatch.problem import token_bucket
 from ..formats import SCHEMES
 from ..parallel.balance import balance, heaviest
 from ..parallel.choose import ROUTE
@@ -219,7 +220,8 @@ def exchanges(layout: Layout, ask: Question, load: Load) -> dict[str, Transfer]:
         "all_to_all": all_to_all(cluster, span, rows, sent, back, hidden),
     }
     on_one_host = span.nodes == 1 and cluster.domain <= HOST
-    if on_one_host and bytes_needed(ep, tokens, sent, back, 1) <= MOST_PEER_BYTES:
+    room = token_bucket(tokens)  # by which `choose` decides, too
+    if on_one_host and bytes_needed(ep, room, sent, back, 1) <= MOST_PEER_BYTES:
         found["symmetric_memory"] = symmetric_memory(cluster, ep, rows, sent, back, hidden)
     if span.nodes > 1:
         node = chance_of_any(E, K, span.nodes, model.n_group, model.topk_group)
