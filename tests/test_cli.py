@@ -16,6 +16,7 @@ import tmoe
 from tests.processes import python_path
 from tmoe import doctor
 from tmoe.cli import app
+from tmoe.command_errors import said_by
 from tmoe.dispatch.problem import Machine
 from tmoe.dispatch.resolve import NoBackendError
 
@@ -292,6 +293,29 @@ def test_explain_refuses_what_makes_no_sense(extra, said):
     done = invoke("explain", *LAYER, *extra)
     assert done.exit_code == 2
     assert said in done.output
+
+
+@pytest.mark.parametrize(
+    "command, args, begins",
+    [
+        ("explain", ["--model", "mixtral"], "explain: model must be"),
+        ("explain", ["--model", "olmoe", "--activation", "tanh"], "explain: activation must be"),
+        ("plan", ["--model", "olmoe", "--gpus", "8", "--gpu", "TPU"], "plan: gpu must be"),
+        ("plan", ["--model", "olmoe", "--gpus", "8", "--routing", "bad"], "plan: routing must be"),
+        ("tune", ["olmoe", "--activation", "tanh"], "tune: activation must be"),
+        ("quantize", ["nowhere", "out", "--scheme", "nvfp4"], "quantize: source must be"),
+        ("bench", ["predict", "olmoe", "--routing", "bad"], "bench: routing must be"),
+        ("bench", ["report", "nowhere.json"], "bench: nowhere.json can't be read"),
+    ],
+)
+def test_an_error_names_the_command_and_no_function(command, args, begins):
+    done = invoke(command, *args)
+    assert done.exit_code in (1, 2) and begins in done.output
+
+
+@pytest.mark.parametrize("sentence", ["needs --model", "config.json: a size must be given"])
+def test_another_error_is_said_as_it_is(sentence):
+    assert said_by("plan", ValueError(sentence)) == sentence
 
 
 def test_explain_exits_with_one_when_nothing_can_run(monkeypatch):

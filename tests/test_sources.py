@@ -29,6 +29,7 @@ ROOMS = {
     "progress": (),
     "version": (),
     "whole_file": (),
+    "command_errors": (),
     "formats": ("kernels", "checks"),
     "dispatch": (*WORDS, "registry", "options", "environment", "whole_file"),
     "backends": (*WORDS, "registry", "options", "kernels", "dispatch"),
@@ -44,9 +45,9 @@ ROOMS = {
     "demo": ("*", "shapes"),
     "parallel": ("*", "demo"),
     "tune": ("*", "shapes"),
-    "bench": ("*", "doctor", "shapes", "demo", "tune"),
-    "plan": ("*", "shapes", "bench"),
-    "cli": ("*", "doctor", "demo", "tune", "bench", "plan"),
+    "bench": ("*", "doctor", "shapes", "demo", "tune", "command_errors"),
+    "plan": ("*", "shapes", "bench", "command_errors"),
+    "cli": ("*", "doctor", "demo", "tune", "bench", "plan", "command_errors"),
     "__main__": ("cli",),
 }
 PACKAGE = "__init__"  # tmoe/__init__.py shows the names of all rooms

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench.command import app as bench
+from .command_errors import said_by
 from .plan.command import plan
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def explain(
             Scheme.of(scheme, "explain", or_bf16=True)
         machine = Machine.of(here) if gpu is None else machine_with(gpu)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("explain", error)) from error
     if triton is not None:
         if re.fullmatch(VERSION_PATTERN, triton, re.VERBOSE | re.IGNORECASE) is None:
             raise typer.BadParameter(f"--triton must be a version, as 3.6.0, got {triton!r}")
@@ -216,7 +217,7 @@ def tune(
         if scheme not in (None, "bf16"):
             Scheme.of(scheme, "tune", or_bf16=True)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("tune", error)) from error
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     try:
         good = run_tune(
@@ -224,7 +225,7 @@ def tune(
             quick=quick, again=again, as_json=as_json,
         )  # fmt: skip
     except (ValueError, NoBackendError) as error:  # the sizes don't suit the scheme
-        typer.echo(str(error), err=True)
+        typer.echo(said_by("tune", error), err=True)
         raise typer.Exit(1) from error
     raise typer.Exit(0 if good else 1)
 
@@ -256,14 +257,14 @@ def quantize(
     try:
         written_format(scheme, format, input_ranges is not None)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("quantize", error)) from error
     where = _device(device)
     try:
         report = quantize_checkpoint(
             model_dir, out_dir, scheme, format=format, input_ranges=input_ranges, device=where
         )
     except (ValueError, OSError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(said_by("quantize", error), err=True)
         raise typer.Exit(1) from error
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 

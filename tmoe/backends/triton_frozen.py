@@ -21,10 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tmoe.kernels.activation_backward import activation_backward
-from tmoe.kernels.backward_tiles import (
-    factor_gradient_tile,
-)
+from tmoe.kernels.backward_tiles import factor_gradient_tile
 from tmoe.kernels.bias_gradient import bias_gradient
 from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.frozen_gradient import frozen_gradient
@@ -39,7 +36,12 @@ from ..dispatch.problem import Adapters, ExpertsSpec, ExpertTensors, FrozenGradi
 from ..formats import QuantizedTensor
 from .triton_low_rank import through
 from .triton_quantized import weight_scales
-from .triton_training import backward_tiles, input_gradients, with_unit_stride
+from .triton_training import (
+    backward_tiles,
+    input_gradients,
+    through_activation,
+    with_unit_stride,
+)
 
 
 def frozen_backward(
@@ -55,7 +57,7 @@ def frozen_backward(
     its gradient takes its place where that may be."""
     x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
-    S, activation = T * K, spec.activation
+    S = T * K
     tiles = backward_tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     block_m = tiles.d_activated.block_m
     order = sort_tokens(topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=block_m)
@@ -67,7 +69,7 @@ def frozen_backward(
     needs_hidden = needs_rows or of_gate_up or wanted.gate_up_bias
     gradients: dict[str, Tensor] = {}
     # One after another: dy and x in expert order, and the products that d_x sums up.
-    rows, offsets = x.new_empty(S, H), order.expert_offsets
+    rows = x.new_empty(S, H)
 
     e2 = None
     if adapters.down_b is not None and (needs_hidden or of_down or wanted.topk_weights):
@@ -88,11 +90,9 @@ def frozen_backward(
     if of_down:
         activated = x.new_empty(S, I) if grad is None else grad
     if grad is not None or activated is not None:
-        activation_backward(
-            hidden, grad, order, d_hidden=d_hidden, activated=activated, d_weight=d_weight,
-            row_weight=on_output, dy=dy, bias=down_bias, activation=activation.name,
-            gated=activation.gated, interleaved=spec.interleaved, alpha=activation.alpha,
-            limit=activation.limit,
+        through_activation(
+            hidden, grad, order, spec, d_hidden=d_hidden, activated=activated, d_weight=d_weight,
+            row_weight=on_output, dy=dy, bias=down_bias,
         )  # fmt: skip
     if wanted.down_bias:
         assert down_bias is not None
@@ -101,34 +101,54 @@ def frozen_backward(
         )
     if of_down:
         assert activated is not None and e2 is not None
-        a2, b2 = adapters.down_a, adapters.down_b
-        assert a2 is not None and b2 is not None
-        if wanted.down_b:
-            low = through(activated, a2, order)
-            gradients["down_b"] = _factor(b2, permute(rows, dy, order), low, offsets)
-        if wanted.down_a:
-            gradients["down_a"] = _factor(a2, e2, activated, offsets)
+        gradients |= _of_down_factors(adapters, e2, activated, dy, rows, order, wanted)
     del grad, activated, e2
     if d_hidden is None:
         return _finished(gradients, topk_weights)
     if wanted.gate_up_bias:
         assert gate_up_bias is not None
         gradients["gate_up_bias"] = bias_gradient(torch.empty_like(gate_up_bias), d_hidden, order)
-    e1, a1, b1 = None, adapters.gate_up_a, adapters.gate_up_b
-    if a1 is not None and b1 is not None:
-        e1 = through(d_hidden, b1.transpose(1, 2), order)
-        if wanted.gate_up_b:
-            low = through(x, a1, order, gather=True, row_weight=on_input)
-            gradients["gate_up_b"] = _factor(b1, d_hidden, low, offsets)
-        if wanted.gate_up_a:
-            inputs = permute(rows, x, order, row_weight=on_input)
-            gradients["gate_up_a"] = _factor(a1, e1, inputs, offsets)
+    adapter = None
+    if adapters.gate_up_a is not None and adapters.gate_up_b is not None:
+        e1 = through(d_hidden, adapters.gate_up_b.transpose(1, 2), order)
+        adapter = LowRankRows(e1, adapters.gate_up_a.transpose(1, 2))
+        gradients |= _of_gate_up_factors(adapters, e1, d_hidden, x, on_input, rows, order, wanted)
     if not needs_rows:
         return _finished(gradients, topk_weights)
-    adapter = None if e1 is None or a1 is None else LowRankRows(e1, a1.transpose(1, 2))
     _along_rows(rows, d_hidden, gate_up_proj, order, tiles.d_rows, adapter=adapter)
     gradients |= input_gradients(rows, x, on_input, order, wanted)
     return _finished(gradients, topk_weights)
+
+
+def _of_down_factors(
+    adapters: Adapters, e2: Tensor, activated: Tensor, dy: Tensor, rows: Tensor,
+    order: SortedTokens, wanted: FrozenGradients,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The wanted gradients of A₂ and B₂. `rows` is written to."""
+    a, b, found = adapters.down_a, adapters.down_b, {}
+    assert a is not None and b is not None
+    if wanted.down_b:
+        low = through(activated, a, order)
+        found["down_b"] = _factor(b, permute(rows, dy, order), low, order.expert_offsets)
+    if wanted.down_a:
+        found["down_a"] = _factor(a, e2, activated, order.expert_offsets)
+    return found
+
+
+def _of_gate_up_factors(
+    adapters: Adapters, e1: Tensor, d_hidden: Tensor, x: Tensor, on_input: Tensor | None,
+    rows: Tensor, order: SortedTokens, wanted: FrozenGradients,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The wanted gradients of A₁ and B₁. `rows` is written to."""
+    a, b, found = adapters.gate_up_a, adapters.gate_up_b, {}
+    assert a is not None and b is not None
+    if wanted.gate_up_b:
+        low = through(x, a, order, gather=True, row_weight=on_input)
+        found["gate_up_b"] = _factor(b, d_hidden, low, order.expert_offsets)
+    if wanted.gate_up_a:
+        inputs = permute(rows, x, order, row_weight=on_input)
+        found["gate_up_a"] = _factor(a, e1, inputs, order.expert_offsets)
+    return found
 
 
 def frozen_gemm_backward(

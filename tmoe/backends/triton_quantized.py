@@ -18,6 +18,7 @@ from tmoe.kernels.launch import (
 )
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
 from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
+from tmoe.kernels.tiles import LayerTiles
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
 
@@ -92,18 +93,7 @@ def quantized_experts(
     plain_rows = before is not None or any(factor is not None for factor in adapters)
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
-    in_halves = activation.gated and not spec.interleaved
-    kind = _kind(gate_up_proj, inputs)
-    if kind == "fp8 blocks" and (not in_halves or I % 64 == 0) and not plain_rows:
-        kind = _specialized(kind, x, gate_up_proj, down_proj)
-    tiles = all_tiles.choose(
-        x,
-        (gate_up_proj.data, down_proj.data),
-        kind,
-        rows_per_expert=S / spec.num_experts,
-        intermediate=I,
-        interleaved=spec.interleaved,
-    )
+    tiles = _tiles(all_tiles, x, gate_up_proj, down_proj, spec, S / spec.num_experts, plain_rows)
     order = sort_tokens(
         topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
     )
@@ -159,6 +149,31 @@ def quantized_experts(
     if out is None:
         out = plain.new_empty(T, H, dtype=result_dtype(x, spec.wide))
     return combine(y, order.slot_to_row, out)
+
+
+def _tiles(
+    all_tiles: Tiles,
+    x: Tensor,
+    gate_up_proj: QuantizedTensor,
+    down_proj: QuantizedTensor,
+    spec: ExpertsSpec,
+    rows_per_expert: float,
+    plain_rows: bool,
+) -> LayerTiles:
+    """Those of both GEMMs; `plain_rows`: what is between them is stored as numbers."""
+    assert spec.scheme is not None
+    I, in_halves = down_proj.shape[2], spec.activation.gated and not spec.interleaved
+    kind = _kind(gate_up_proj, SCHEMES[spec.scheme].inputs)
+    if kind == "fp8 blocks" and (not in_halves or I % 64 == 0) and not plain_rows:
+        kind = _specialized(kind, x, gate_up_proj, down_proj)
+    return all_tiles.choose(
+        x,
+        (gate_up_proj.data, down_proj.data),
+        kind,
+        rows_per_expert=rows_per_expert,
+        intermediate=I,
+        interleaved=spec.interleaved,
+    )
 
 
 def _round_tokens(

@@ -60,7 +60,7 @@ def experts_backward(
     """See `tmoe.dispatch.backend.Backend.experts_backward`."""
     x, gate_up_proj, down_proj, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
-    S, columns, activation = T * K, gate_up_proj.shape[1], spec.activation
+    S, columns = T * K, gate_up_proj.shape[1]
     tiles = backward_tiles(x, (gate_up_proj, down_proj), S / spec.num_experts, I)
     order = sort_tokens(
         topk_ids,
@@ -95,11 +95,9 @@ def experts_backward(
         if wanted.topk_weights and not spec.weight_on_input:
             d_weight = torch.zeros((T, K), dtype=torch.float32, device=x.device)
             gradients["topk_weights"] = d_weight
-        activation_backward(
-            hidden, grad, order, d_hidden=d_hidden, activated=activated, d_weight=d_weight,
-            row_weight=on_output, dy=dy, bias=down_bias, activation=activation.name,
-            gated=activation.gated, interleaved=spec.interleaved, alpha=activation.alpha,
-            limit=activation.limit,
+        through_activation(
+            hidden, grad, order, spec, d_hidden=d_hidden, activated=activated, d_weight=d_weight,
+            row_weight=on_output, dy=dy, bias=down_bias,
         )  # fmt: skip
     del hidden, kept, grad
 
@@ -131,6 +129,17 @@ def experts_backward(
         found = _weight_gradient(gate_up_proj, sums.gate_up_proj, d_hidden, right, order, tiles)
         gradients["gate_up_proj"] = found
     return ExpertGradients(**gradients)
+
+
+def through_activation(
+    hidden: Tensor, grad: Tensor | None, order: SortedTokens, spec: ExpertsSpec, **more: Any
+) -> None:
+    """`activation_backward` of the activation that `spec` has."""
+    activation = spec.activation
+    activation_backward(
+        hidden, grad, order, activation=activation.name, gated=activation.gated,
+        interleaved=spec.interleaved, alpha=activation.alpha, limit=activation.limit, **more,
+    )  # fmt: skip
 
 
 def input_gradients(

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from ..command_errors import said_by
 from .arguments import names_of, shapes_of, tokens_of
 
 WIDTH = 120
@@ -133,7 +134,7 @@ def predict(
         try:
             tables = over_tokens(shape, counts, **options), growth(shape, counts, **options)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(said_by("bench", error)) from error
         for table in tables:
             console.print(table.as_rich())
 
@@ -160,7 +161,7 @@ def report(
         peers = read_recorded(recorded) if recorded else read_recorded()
         found = Report(read_results(results), backend, peers)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("bench", error)) from error
     if not found.tables:
         wanted = f"no layer that the {backend} backend ran, and no operation with a peer"
         raise typer.BadParameter(f"{', '.join(map(str, results))} has {wanted}")
@@ -190,7 +191,7 @@ def compare(
     try:
         found = changes(read_results([before]), read_results([after]))
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("bench", error)) from error
     if not found.cells:
         raise typer.BadParameter(f"{before} and {after} have no cell in common")
     console = _console()

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..activation import Activation
 from ..dispatch import prepared
 from ..dispatch.backend import Backend
 from ..dispatch.prepared import ExpertWeights
-from ..dispatch.problem import (
-    ExpertGradients,
-    ExpertsSpec,
-    ExpertTensors,
-    result_dtype,
-    token_bucket,
-)
+from ..dispatch.problem import ExpertGradients, ExpertTensors, result_dtype
+from .expert_arguments import facts_of, spec_of, weights_of
 from .operation import Facts, Operation
 from .prepare import prepare_weights
 from .training import Training
 
-activation_of = cache(Activation)
 
-
-def experts_facts(*arguments: Any) -> Facts:
-    x, gate_up, down_proj, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide = rest
-    activation = activation_of(name, alpha, limit)
-    (T, K), (local, H, I) = topk_ids.shape, down_proj.shape
-    return Facts(
-        "fused_experts",
-        token_bucket(T),
-        H,
-        I,
-        num_experts,
-        K,
-        x.dtype,
-        activation=activation,
-        has_bias=gate_up_bias is not None or down_bias is not None,
-        weight_on_input=weight_on_input,
-        window=None if local == num_experts else (first, local),
-        wide=wide,
-        prepared=()
-        if prepared.is_empty()
-        else prepared.backends_of(
-            (gate_up,), (down_proj,), (gate_up_bias, down_bias), activation, interleaved
-        ),
-    )
+def experts_facts(
+    x: Tensor, gate_up: Tensor, down: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, *words: Any,
+) -> Facts:  # fmt: skip
+    tensors = (x, (gate_up,), (down,), topk_weights, topk_ids, gate_up_bias, down_bias)
+    return facts_of(tensors, spec_of("", *words))
 
 
 def plain_weights(*arguments: Any) -> ExpertWeights:
-    _, gate_up, down, _, _, gate_up_bias, down_bias, name, alpha, limit, interleaved, *_ = arguments
-    activation = activation_of(name, alpha, limit)
-    return ExpertWeights(gate_up, down, activation, interleaved, gate_up_bias, down_bias)
+    return weights_of(*_with_spec(arguments))
 
 
 def _experts(backend: Backend, *rest: Any) -> Tensor:
@@ -65,10 +37,7 @@ def _experts(backend: Backend, *rest: Any) -> Tensor:
 
 def _with_spec(arguments: Any, *more: Any) -> Any:
     """The tensors, the rest as an `ExpertsSpec`, and `more`."""
-    *tensors, name, alpha, limit, interleaved, weight_on_input, first, num_experts, wide = arguments
-    activation = activation_of(name, alpha, limit)
-    spec = ExpertsSpec(activation, interleaved, weight_on_input, first, num_experts, wide=wide)
-    return ExpertTensors(*tensors), spec, *more
+    return ExpertTensors(*arguments[:7]), spec_of("", *arguments[7:]), *more
 
 
 def fake_experts(x: Tensor, *rest: Any) -> Tensor:

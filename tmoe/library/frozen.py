@@ -17,55 +17,26 @@ from ..dispatch.problem import (
     ExpertTensors,
     FrozenGradients,
     StaticScales,
-    token_bucket,
 )
-from .experts import activation_of, fake_experts
+from .expert_arguments import facts_of, spec_of, tensors_of
+from .experts import fake_experts
 from .operation import Facts, Operation
 from .training import Training
-from .weights import columns_of, weight_of
 
 
 def _facts(*arguments: Any) -> Facts:
-    x, gate_up, down, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    *adapters, input_scale, hidden_scale, scheme, format, _ = rest[:9]
-    spec = rest[9:]
-    name, alpha, limit, _, weight_on_input, first, num_experts, wide = spec
-    (T, K), (local, H, _) = topk_ids.shape, down[0].shape
-    return Facts(
-        "fused_experts",
-        token_bucket(T),
-        H,
-        columns_of(down[0], format),
-        num_experts,
-        K,
-        x.dtype,
-        activation=activation_of(name, alpha, limit),
-        has_bias=gate_up_bias is not None or down_bias is not None,
-        weight_on_input=weight_on_input,
-        scheme=scheme or None,
-        has_static_scales=input_scale is not None and hidden_scale is not None,
-        wide=wide,
-        has_lora=any(factor is not None for factor in adapters),
-        window=None if local == num_experts else (first, local),
-    )
+    adapters, scales, (scheme, format, _) = arguments[7:11], arguments[11:13], arguments[13:16]
+    spec, has_lora = spec_of(scheme, *arguments[16:]), any(f is not None for f in adapters)
+    return facts_of(arguments[:7], spec, format, scales, has_lora, may_be_held=False)
 
 
 def _described(
     *arguments: Any,
 ) -> tuple[ExpertTensors, tuple[ExpertsSpec, StaticScales, Adapters]]:
     """What a backend's methods begin with."""
-    x, gate_up, down, topk_weights, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    *adapters, input_scale, hidden_scale, scheme, format, block, name, alpha, limit = rest[:12]
-    interleaved, weight_on_input, first_expert, num_experts, wide = rest[12:]
-    activation = activation_of(name, alpha, limit)
-    spec = ExpertsSpec(
-        activation, interleaved, weight_on_input, first_expert, num_experts, scheme or None, wide
-    )
-    weights = gate_up[0], down[0]
-    if scheme:
-        weights = weight_of(gate_up, format, block, x), weight_of(down, format, block, x)
-    tensors = ExpertTensors(x, *weights, topk_weights, topk_ids, gate_up_bias, down_bias)
-    return tensors, (spec, StaticScales(input_scale, hidden_scale), Adapters(*adapters))
+    adapters, scales, (scheme, format, block) = arguments[7:11], arguments[11:13], arguments[13:16]
+    how = spec_of(scheme, *arguments[16:]), StaticScales(*scales), Adapters(*adapters)
+    return tensors_of(arguments[:7], format, block), how
 
 
 def _compute(backend: Backend, *rest: Any) -> Tensor:

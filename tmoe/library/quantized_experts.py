@@ -12,81 +12,35 @@ from torch import Tensor
 from ..dispatch import prepared
 from ..dispatch.backend import Backend
 from ..dispatch.prepared import ExpertWeights
-from ..dispatch.problem import ExpertsSpec, ExpertTensors, StaticScales, token_bucket
+from ..dispatch.problem import ExpertsSpec, ExpertTensors, StaticScales
 from ..formats import QuantizedTensor
 from ..formats.scheme import SCHEMES
-from .experts import activation_of, fake_experts
+from .expert_arguments import facts_of, spec_of, tensors_of, weights_of
+from .experts import fake_experts
 from .operation import Facts, Operation
 from .prepare import prepare_weights
-from .weights import columns_of, weight_of
 
 
 def quantized_facts(*arguments: Any) -> Facts:
-    x, gate_up, down, _, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    input_scale, hidden_scale, scheme, format, _, name, alpha, limit, interleaved, *rest = rest
-    weight_on_input, first, num_experts, wide = rest
-    (T, K), (local, H, _) = topk_ids.shape, down[0].shape
-    activation = activation_of(name, alpha, limit)
-    return Facts(
-        "fused_experts",
-        token_bucket(T),
-        H,
-        columns_of(down[0], format),
-        num_experts,
-        K,
-        x.dtype,
-        activation=activation,
-        has_bias=gate_up_bias is not None or down_bias is not None,
-        weight_on_input=weight_on_input,
-        scheme=scheme,
-        has_static_scales=input_scale is not None and hidden_scale is not None,
-        window=None if local == num_experts else (first, local),
-        wide=wide,
-        prepared=()
-        if prepared.is_empty()
-        else prepared.backends_of(
-            gate_up,
-            down,
-            (gate_up_bias, down_bias, input_scale, hidden_scale),
-            activation,
-            interleaved,
-        ),
-    )
+    scales, (scheme, format, _) = arguments[7:9], arguments[9:12]
+    return facts_of(arguments[:7], spec_of(scheme, *arguments[12:]), format, scales)
 
 
 def quantized_weights(*arguments: Any) -> ExpertWeights:
-    x, gate_up, down, _, _, gate_up_bias, down_bias, input_scale, hidden_scale, *rest = arguments
-    _, format, block, name, alpha, limit, interleaved, *_ = rest
-    return ExpertWeights(
-        weight_of(gate_up, format, block, x),
-        weight_of(down, format, block, x),
-        activation_of(name, alpha, limit),
-        interleaved,
-        gate_up_bias,
-        down_bias,
-        input_scale,
-        hidden_scale,
-    )
+    tensors, spec, scales = _described(arguments)
+    return weights_of(tensors, spec, *scales)
 
 
-def _quantized(backend: Backend, *arguments: Any) -> Tensor:
-    x, gate_up, down, topk_weights, topk_ids, gate_up_bias, down_bias, *rest = arguments
-    input_scale, hidden_scale, scheme, format, block, name, alpha, limit, *rest = rest
-    interleaved, weight_on_input, first_expert, num_experts, wide, out = rest
-    activation = activation_of(name, alpha, limit)
-    spec = ExpertsSpec(
-        activation, interleaved, weight_on_input, first_expert, num_experts, scheme, wide
-    )
-    tensors = ExpertTensors(
-        x,
-        weight_of(gate_up, format, block, x),
-        weight_of(down, format, block, x),
-        topk_weights,
-        topk_ids,
-        gate_up_bias,
-        down_bias,
-    )
-    return backend.fused_experts(tensors, spec, out, StaticScales(input_scale, hidden_scale))
+def _quantized(backend: Backend, *rest: Any) -> Tensor:
+    *arguments, out = rest
+    tensors, spec, scales = _described(arguments)
+    return backend.fused_experts(tensors, spec, out, scales)
+
+
+def _described(arguments: Any) -> tuple[ExpertTensors, ExpertsSpec, StaticScales]:
+    *scales, scheme, format, block = arguments[7:12]
+    spec = spec_of(scheme, *arguments[12:])
+    return tensors_of(arguments[:7], format, block), spec, StaticScales(*scales)
 
 
 _QUANTIZED = (

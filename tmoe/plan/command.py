@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..command_errors import said_by
+
 SHOWN = 12  # layouts in the table
 
 
@@ -56,7 +58,7 @@ def plan(
             redundant=redundant, reserve_gb=reserve_gb,
         )  # fmt: skip
     except (ValueError, OSError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(said_by("plan", error)) from error
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         raise typer.Exit(0 if found.ranked else 1)

@@ -134,8 +134,7 @@ def _run(
 ) -> Tensor:
     """x (T, H) in the weights' dtype -> (T, H) in `out_dtype`. Of ids outside the window that
     begins with `first_expert` nothing is computed."""
-    scheme = scheme_of(experts)
-    activation, scales = _fused_activation(experts), scheme.of_layer()
+    activation, scales = _fused_activation(experts), scheme_of(experts).of_layer()
     if activation is not None:
         if isinstance(x, QuantizedTensor):
             scales["input_scale"] = None  # it came as codes
@@ -157,6 +156,22 @@ def _run(
             out_dtype=out_dtype,
             **scales,
         )
+    ids = topk_ids - first_expert if first_expert else topk_ids
+    y = _by_module(experts, weights, x, ids, topk_weights, weight_on_input)
+    return y.to(out_dtype or x.dtype)
+
+
+def _by_module(
+    experts: ExpertsModule,
+    weights: _Weights,
+    x: Tensor,
+    ids: Tensor,
+    topk_weights: Tensor,
+    weight_on_input: bool,
+) -> Tensor:
+    """The same where only the module can compute what stands between the projections; `ids` count
+    from the first of the experts that are here."""
+    scheme = scheme_of(experts)
     has_norm = experts.__dict__.get("has_post_expert_norm", False)
     norm = experts.post_expert_norm if has_norm else None
     recorder = experts.__dict__.get(RECORDER)
@@ -186,9 +201,7 @@ def _run(
         return out if norm is None else norm(out)
 
     held = weights.down_proj.shape[0]
-    ids = topk_ids - first_expert if first_expert else topk_ids
-    out = through_experts(x, ids, topk_weights, held, expert, weight_on_input=weight_on_input)
-    return out.to(out_dtype or x.dtype)
+    return through_experts(x, ids, topk_weights, held, expert, weight_on_input=weight_on_input)
 
 
 def _add_low_rank(y: Tensor, rows: Tensor, lora: LowRank | None, expert_offsets: Tensor) -> Tensor:
