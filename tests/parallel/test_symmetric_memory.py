@@ -169,7 +169,7 @@ def test_what_torch_is_asked_for(monkeypatch):
     monkeypatch.setattr(symmetric, "_SymmetricMemory", stand_in)
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     monkeypatch.setattr(peers, "time_out", lambda handle: timedelta(seconds=7))
-    group = Group("a group", (4, 5), 1)
+    group = Group("a group", (4, 5), 1, "cuda")
     buffer = peers.allocate(group, 1 << 21, torch.device("cpu"))
     buffer.barrier(1000)
     assert buffer.mine is own and buffer.all[0].data_ptr() == other.data_ptr()
@@ -180,7 +180,7 @@ def test_what_torch_is_asked_for(monkeypatch):
         peers.allocate(group, 1 << 21, torch.device("cpu"))
     handle.multicast_ptr = 0
     with pytest.raises(RuntimeError, match="isn't where torch says that it is"):
-        peers.allocate(Group("a group", (4, 5), 0), 1 << 21, torch.device("cpu"))
+        peers.allocate(Group("a group", (4, 5), 0, "cuda"), 1 << 21, torch.device("cpu"))
 
 
 def said(**changes):
