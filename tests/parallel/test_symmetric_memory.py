@@ -139,6 +139,7 @@ def test_cpus_never_take_it(two):
     for said in two.run(symmetric_ranks.on_cpus):
         assert said["chosen"] == "all_gather"
         assert "symmetric_memory  no   its ranks talk through gloo" in said["why"]
+        assert "us on H200s (" in said["why"]  # not on these CPUs
     usual = problem(tokens=64, fixed=True)
     assert choose(usual).chosen == "symmetric_memory"
     for name in ("all_gather", "all_to_all"):
