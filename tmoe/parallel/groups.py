@@ -38,7 +38,7 @@ class Group:
     handle: Any
     ranks: tuple[int, ...]
     rank: int
-    device: str
+    device: str = "cpu"  # that of one rank alone is never asked for
 
     @classmethod
     def of(cls, handle: Any, device: str) -> Group:
