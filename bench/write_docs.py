@@ -73,20 +73,36 @@ call of a kind is launched by Triton; later ones with tensors of the same shapes
 and alignment replay its launches ([replay.py](../kernels/replay.py)).
 """
 
+BESIDE = """## Beside others
+
+A cell is a layer with weights of one kind and a number of tokens. A speedup is a peer's time over
+tmoe's, so above 1 tmoe is faster; the best peer is whichever is fastest in that cell. Who they are,
+and which versions were recorded, is in [bench/README.md](../bench/README.md#peers).
+"""
+
 TRAINED = """## Training: forward and backward
 
 Routed experts in bf16 with all gradients: of x, the routing weights and both weights. They are
 checked against fp64 before a step is timed, a peer's to within 8 times torch's error: as a CUDA
 graph, or call by call where a layer waits for the GPU, as Liger's and ScatterMoE's do.
 *Activations* is the most that it holds beside its inputs and the weights' gradients; *recomputed*
-is with `tmoe.options(recompute=True)`. A step has 18·T·K·H·I flops, whatever is computed twice.
+is with `tmoe.options(recompute=True)`, which doesn't change the most that one layer holds: it saves
+what every layer of a model keeps until its backward ([memory](training.md#memory)). A step has
+18·T·K·H·I flops, whatever is computed twice.
 """
 
 PRODUCTS_ALONE = """### Its products, one by one
 
 Each as a launch of its own, checked, beside torch's dense matmul of as many numbers and its grouped
-GEMM: with the tile that was in use when it was recorded, and with the fastest that was tried, whose
-fields stand in their order. Then those of adapters of rank 16, and of the gradient through codes.
+GEMM: with the tile that was in use when it was recorded, and with the fastest that was tried. Then
+those of adapters of rank 16, and of the gradient through codes.
+
+*gate_up* and *down* are the forward's, *d_activated* (dy · down) and *d_rows* (d_hidden · gate_up)
+go back to their inputs, *d_down* and *d_gate_up* are the weights' gradients; A and B are an
+adapter's. *Gathered*: rows are fetched by token while they are loaded; *permuted*: they stood in
+expert order before, and that copy isn't timed. *With*: rows, columns and depth of a tile (of a
+weight's gradient: its two sides, and rows at a time), warps, stages, tiles that go along together.
+
 The clock of the GPU moves a time by some per cent: a tile is taken into use where the products that
 it is for gain 3 %, at every number of tokens that was recorded.
 """
@@ -106,7 +122,7 @@ the GPU that they ran on, and leaves out what ranks send one another.
 def sections() -> Iterator[str]:
     """The page, part by part."""
     yield INTRO
-    yield f"## Beside others\n\n{standing_table(compared(), TOGETHER).as_markdown()}"
+    yield f"{BESIDE}\n{standing_table(compared(), TOGETHER).as_markdown()}"
     for name, heading, schemes in SECTIONS:
         if (RESULTS / name).exists():
             yield from section(name, heading, schemes)

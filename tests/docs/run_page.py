@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.docs.blocks import Block, agrees, blocks_of
 from tests.docs.exceptions import NOT_RUN, REPLACED
 from tests.docs.run_python import run_block
@@ -68,6 +70,7 @@ def run_on_a_rank(rank: int, page: str, folder: Path, hub: Path) -> str:
     """The Python of a page on one of two ranks, as torchrun starts it; returns what it printed."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
     os.environ.update({name: str(value) for name, value in where.items()})
+    torch.manual_seed(rank)  # a process that torchrun starts has other random numbers than the rest
     return run_page(page, folder / str(rank), hub, ("python",)).printed
 
 

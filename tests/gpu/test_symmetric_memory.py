@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import tmoe
 from tests.gpu.conftest import NEEDS_TWO
@@ -18,7 +19,7 @@ from tests.gpu.test_parallel import BF16, DPEP, EP, EVERY, captured
 from tests.parallel.cases import Case, make_whole, run, spread, tokens_of
 from tests.parallel.ranks import ranks
 from tests.parallel.wire_ranks import coded
-from tmoe.parallel import fixed_tokens
+from tmoe.parallel import fixed_tokens, parallelize
 
 pytestmark = [pytest.mark.gpu, NEEDS_TWO]
 NAME = "symmetric_memory"
@@ -189,3 +190,25 @@ def test_a_killed_rank_is_an_error_of_the_device():
     assert other == "died"
     assert error == "died" or (error is None and answer[0] != "no error" and answer[1] < 15)
     assert time.monotonic() - started < 60
+
+
+@torch.no_grad()
+def nobody_named(rank: int, store: str, device: str) -> tuple[str, str, bool]:
+    """As those have it who make a mesh and no more: torch's name of the world's library, the
+    exchange that is chosen, whether tokens get what they get from one rank."""
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("x",))
+    torch.manual_seed(0)
+    layer = tmoe.MoE(256, 128, tmoe.Routing(8, 2, "Renormalize")).to(device)
+    x = torch.randn(16, 256, device=device)
+    alone = layer(x)
+    parallelize(layer, mesh, ep="x", dp="x")
+    close = torch.allclose(layer(x), alone, atol=1e-3)
+    return dist.get_backend(), tmoe.explain(layer, num_tokens=16).exchange.chosen, close
+
+
+def test_a_world_that_nobody_named(tmp_path):
+    with ranks(2, device="cuda") as two:
+        found = two.run(nobody_named, str(tmp_path / "store"), "cuda")
+    assert found == [("undefined", NAME, True)] * 2

@@ -31,7 +31,7 @@ def placements(ranks: int, redundant: int = 1) -> tuple[Placement, Placement]:
 
 
 def world() -> Group:
-    return Group.of(dist.group.WORLD)
+    return Group.of(dist.group.WORLD, "cpu")
 
 
 def all_experts(kind: str) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def subgroup(rank: int) -> Any:
         return None
     old = Placement.contiguous(E, 2)
     new = Placement(E, tuple(reversed(old.ranks)))
-    group = Group.of(handle)
+    group = Group.of(handle, "cpu")
     tensors = slots_of("fp32", old.ranks[group.rank])
     move_experts(tensors, old, new, group=group)
     return same(tensors, slots_of("fp32", new.ranks[group.rank]))

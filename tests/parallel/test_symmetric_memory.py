@@ -140,6 +140,7 @@ def test_cpus_never_take_it(two):
     for said in two.run(symmetric_ranks.on_cpus):
         assert said["chosen"] == "all_gather"
         assert "symmetric_memory  no   its ranks talk through gloo" in said["why"]
+        assert "us on H200s (" in said["why"]  # not on these CPUs
     usual = problem(tokens=64, fixed=True)
     assert choose(usual).chosen == "symmetric_memory"
     for name in ("all_gather", "all_to_all"):
@@ -170,7 +171,7 @@ def test_what_torch_is_asked_for(monkeypatch):
     monkeypatch.setattr(symmetric, "_SymmetricMemory", stand_in)
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     monkeypatch.setattr(peers, "time_out", lambda handle: timedelta(seconds=7))
-    group = Group("a group", (4, 5), 1)
+    group = Group("a group", (4, 5), 1, "cuda")
     buffer = peers.allocate(group, 1 << 21, torch.device("cpu"))
     buffer.barrier(1000)
     assert buffer.mine is own and buffer.all[0].data_ptr() == other.data_ptr()
@@ -181,7 +182,7 @@ def test_what_torch_is_asked_for(monkeypatch):
         peers.allocate(group, 1 << 21, torch.device("cpu"))
     handle.multicast_ptr = 0
     with pytest.raises(RuntimeError, match="isn't where torch says that it is"):
-        peers.allocate(Group("a group", (4, 5), 0), 1 << 21, torch.device("cpu"))
+        peers.allocate(Group("a group", (4, 5), 0, "cuda"), 1 << 21, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,9 @@ def choose(problem: ExchangeProblem, forced: str | None = None) -> ExchangeDecis
             continue
         us = exchange.cost(problem, cluster)
         parts = f"{us.start_us:.0f} starts, {us.us - us.start_us - us.copies_us:.0f} links"
-        said = f"about {us.us:.0f} us ({parts}, {us.copies_us:.0f} copies): {exchange.what}"
+        said = (
+            f"about {us.us:.0f} us on {GPU}s ({parts}, {us.copies_us:.0f} copies): {exchange.what}"
+        )
         answers.append((us.us, Candidate(name, True, said, None)))
     answers.sort(key=lambda answer: answer[0])
     candidates = tuple(candidate for _, candidate in answers)

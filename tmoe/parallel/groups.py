@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .faults import RankLostError, said_by_all, who_is_gone
+from .faults import RankLostError, said_by_all, time_out, who_is_gone
 
 # torch 2.13 renamed them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,16 +32,18 @@ class Group:
         handle: torch's; None for one rank alone.
         ranks: the global ranks, in the group's order.
         rank: this rank's place among them.
+        device: the kind of device that its tensors are on, as the mesh has it: "cpu", "cuda".
     """
 
     handle: Any
     ranks: tuple[int, ...]
     rank: int
+    device: str = "cpu"  # that of one rank alone is never asked for
 
     @classmethod
-    def of(cls, handle: Any) -> Group:
+    def of(cls, handle: Any, device: str) -> Group:
         ranks = tuple(dist.get_process_group_ranks(handle))
-        return cls(handle if len(ranks) > 1 else None, ranks, dist.get_rank(handle))
+        return cls(handle if len(ranks) > 1 else None, ranks, dist.get_rank(handle), device)
 
     @property
     def size(self) -> int:
@@ -51,7 +52,7 @@ class Group:
     @cached_property
     def backend(self) -> str:
         """torch's name of the library that carries the bytes."""
-        return "none" if self.handle is None else str(dist.get_backend(self.handle))
+        return "none" if self.handle is None else carrier_of(self.handle, self.device)
 
     @cached_property
     def nodes(self) -> int:
@@ -64,6 +65,13 @@ class Group:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a copy of a layer talks to the same ranks
+
+
+def carrier_of(handle: Any, device: str) -> str:
+    """What carries tensors of this kind of device: "nccl", "gloo". `dist.get_backend` alone says
+    "undefined" of a group that was made without a name, as `init_device_mesh` makes one."""
+    each = dict(pair.split(":") for pair in dist.get_backend_config(handle).split(","))
+    return each.get(device) or str(dist.get_backend(handle))
 
 
 @dataclass
@@ -165,12 +173,10 @@ def group_of(ranks: Sequence[int], like: Any) -> Any:
     if key not in made:
         names, what = "-".join(map(str, ranks)), "making a group of ranks"
         said_by_all(world, ranks, ranks.index(dist.get_rank()), f"group/{names}", what, {})
-        device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
-        options = getattr(like._get_backend(device), "options", None)
         made[key] = dist.new_group(
             list(ranks),
-            timeout=getattr(options, "_timeout", None),
-            backend=dist.get_backend_config(like) if hasattr(dist, "get_backend_config") else None,
+            timeout=time_out(like),
+            backend=dist.get_backend_config(like),
             use_local_synchronization=True,
         )
     return made[key]

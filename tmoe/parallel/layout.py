@@ -137,15 +137,15 @@ def _names(arg: str, dims: Dims, known: tuple[str, ...]) -> tuple[str, ...]:
 def _group(mesh: DeviceMesh, dims: list[str]) -> Group:
     """The ranks that differ from this one along `dims` alone, in the mesh's order."""
     if not dims:
-        return Group(None, (dist.get_rank(),), 0)
+        return Group(None, (dist.get_rank(),), 0, mesh.device_type)
     names = list(mesh.mesh_dim_names or ())
     if len(dims) == 1:
-        return Group.of(mesh.get_group(dims[0]))
+        return Group.of(mesh.get_group(dims[0]), mesh.device_type)
     inside = [names.index(name) for name in dims]
     outside = [i for i in range(mesh.ndim) if i not in inside]
     rows = mesh.mesh.permute(*outside, *inside).reshape(-1, _product(mesh, inside)).tolist()
     ranks = next(row for row in rows if dist.get_rank() in row)
-    return Group.of(group_of(ranks, mesh.get_group(dims[0])))
+    return Group.of(group_of(ranks, mesh.get_group(dims[0])), mesh.device_type)
 
 
 def _owners(mesh: DeviceMesh, dims: list[str], ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ class Plan:
     def reason(self) -> str:
         """Why the first is first."""
         if not self.ranked:
-            return "no layout fits"
+            less = "more GPUs (--gpus) or fewer bits a weight (--scheme) take less of each"
+            return f"no layout fits; {less}"
         best = self.ranked[0]
         parts = ", ".join(f"{name} {us_text(us)}" for name, us in best.parts.items() if us > 0)
         text = f"{best.layout} takes {us_text(best.us)} µs: {parts}."
