@@ -134,7 +134,7 @@ def predict(
         try:
             tables = over_tokens(shape, counts, **options), growth(shape, counts, **options)
         except ValueError as error:
-            raise typer.BadParameter(said_by("bench", error)) from error
+            raise typer.BadParameter(said_by("predict", error)) from error
         for table in tables:
             console.print(table.as_rich())
 
