@@ -304,7 +304,7 @@ def test_explain_refuses_what_makes_no_sense(extra, said):
         ("plan", ["--model", "olmoe", "--gpus", "8", "--routing", "bad"], "plan: routing must be"),
         ("tune", ["olmoe", "--activation", "tanh"], "tune: activation must be"),
         ("quantize", ["nowhere", "out", "--scheme", "nvfp4"], "quantize: source must be"),
-        ("bench", ["predict", "olmoe", "--routing", "bad"], "bench: routing must be"),
+        ("bench", ["predict", "olmoe", "--routing", "bad"], "predict: routing must be"),
         ("bench", ["report", "nowhere.json"], "bench: nowhere.json can't be read"),
     ],
 )
