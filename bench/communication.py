@@ -48,8 +48,8 @@ VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_LEVEL", "N
 Call = Callable[[], object]
 
 # torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Ranks:
 def operation(name: str, whole: Tensor, part: Tensor, other: Tensor, ranks: Ranks) -> Call:
     """A call that runs the collective. whole, other: n · m numbers, part: m numbers."""
     if name == "all_gather":
-        return lambda: _all_gather(whole, part)
+        return lambda: all_gather_single(whole, part)
     if name == "reduce_scatter":
-        return lambda: _reduce_scatter(part, whole)
+        return lambda: reduce_scatter_single(part, whole)
     if name == "all_reduce":
         return lambda: dist.all_reduce(whole)
     if name == "all_to_all":

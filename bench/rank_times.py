@@ -12,6 +12,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from bench.communication import all_gather_single, reduce_scatter_single
+
 ROUNDS = 7
 Call = Callable[[], object]
 
@@ -81,8 +83,8 @@ def nccl_us(tokens: int, size: int, hidden: int, device: torch.device) -> dict[s
     messages, n = torch.zeros_like(everything), tokens * (ranks - 1)
 
     def gather() -> None:
-        dist.all_gather_into_tensor(everything, x, group=group)
-        dist.reduce_scatter_tensor(mine, sums, group=group)
+        all_gather_single(everything, x, group=group)
+        reduce_scatter_single(mine, sums, group=group)
 
     def to_all() -> None:
         dist.all_to_all_single(everything, messages, group=group)

@@ -126,13 +126,12 @@ def summary_table(cells: Sequence[Cell]) -> Grid:
 
 
 def standing_table(cells: Sequence[Cell], together: Sequence[str]) -> Grid:
-    """Of all cells with peers, scheme by scheme: how many a peer wins, and geometric means; in the
+    """Of cells that have peers, scheme by scheme: how many a peer wins, and geometric means; in the
     last line those of the schemes `together`."""
-    compared = [cell for cell in cells if cell.peers]
-    schemes = [(scheme,) for scheme in dict.fromkeys(cell.scheme for cell in compared)]
+    schemes = [(scheme,) for scheme in dict.fromkeys(cell.scheme for cell in cells)]
     rows = []
     for group in (*schemes, tuple(together)):
-        own = [cell for cell in compared if cell.scheme in group]
+        own = [cell for cell in cells if cell.scheme in group]
         lost = sum(cell.loses for cell in own)
         over_vllm = [cell.peers["vllm"] / cell.us for cell in own if "vllm" in cell.peers]
         over_best = [cell.speedup for cell in own if cell.speedup is not None]
