@@ -23,6 +23,9 @@ SECONDS = 450
 OTHERS = ("qwen3-235b-a22b", "glm-4.5", "gpt-oss-20b", "kimi-k2", "deepseek-v3", "llama4-maverick")
 SKEWED = ("qwen3-30b-a3b", "deepseek-v3-ep8", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3-tp8")
 ROUTES = ("balanced", "random", "zipf", "one_expert")
+BESIDE = ("triton", "triton_kernels", "vllm")
+FP8 = ("fp8_tensor", "fp8_channel", "fp8_block")
+BESIDE_FP8 = ("triton", "vllm", "vllm_cutlass", "deepgemm")
 
 
 def _shapes(*names: str) -> tuple[MoEShape, ...]:
@@ -37,6 +40,8 @@ PLANS = {
         _shapes("qwen3-30b-a3b", "deepseek-v3-tp8"), ALL_TOKENS, ("bf16",), ("random",), ("triton",)
     ),
     "layer": Selection(GPU_SHAPES, GPU_TOKENS, ("bf16",), ("random",), ("triton",)),
+    "beside": Selection(GPU_SHAPES, GPU_TOKENS, ("bf16",), ("random",), BESIDE),
+    "beside_fp8": Selection(GPU_SHAPES, GPU_TOKENS, FP8, ("random",), BESIDE_FP8),
     "quantized": Selection(GPU_SHAPES, GPU_TOKENS, tuple(SCHEMES), ("random",), ("triton",)),
 }
 

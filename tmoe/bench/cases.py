@@ -182,7 +182,7 @@ def _layer(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if backend in PEERS:
         gate_up_proj, down_proj = weights
-        return PEERS[backend].layer(gate_up_proj, down_proj, scheme)
+        return PEERS[backend].layer(gate_up_proj, down_proj, scheme, **scales)
     options = {} if scheme == "bf16" else {"scheme": scheme, **scales}
     layer = with_backend(tmoe.fused_experts, backend)
     return lambda x, topk_weights, topk_ids: layer(x, *weights, topk_weights, topk_ids, **options)

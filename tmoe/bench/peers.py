@@ -7,57 +7,21 @@ whose conventions have changed fails instead of being timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..environment import installed_version
-from ..formats import QuantizedTensor
+from .peer import Layer, Missing, Peer, module
+from .vllm_peers import VLLM_PEERS
 
-Weight = Tensor | QuantizedTensor
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Missing(Exception):
-    """A peer can't run here, or not this: a sentence that says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Somebody's layer, and what has to be installed for it."""
-
-    name: str
-    what: str
-    package: str | None  # as pip knows it; None: torch alone
-    make: Callable[..., Layer]
-    schemes: tuple[str, ...] = ("bf16",)
-    waits: bool = False  # reads numbers back from the GPU in a call, so a CUDA graph can't hold it
-
-    def layer(self, gate_up_proj: Weight, down_proj: Weight, scheme: str = "bf16") -> Layer:
-        """Raises `Missing` with the reason."""
-        if scheme not in self.schemes:
-            raise Missing(f"{self.name} is measured in {', '.join(self.schemes)}, not in {scheme}")
-        if self.package is not None and installed_version(self.package) is None:
-            raise Missing(f"{self.name} needs {self.package}, which isn't installed")
-        return self.make(gate_up_proj, down_proj, scheme)
-
-
-def _module(name: str) -> Any:
-    """A module of a package that is installed, though perhaps not for this machine."""
-    try:
-        return import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a shared library is missing
-        raise Missing(f"{name} can't be imported: {error}") from error
+__all__ = ["PEERS", "TRAINING_PEERS", "Missing"]
 
 
 def _grouped_mm(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
-    experts = _module("tmoe.demo.layer_table").PeerExperts(gate_up_proj, down_proj)
+    experts = module("tmoe.demo.layer_table").PeerExperts(gate_up_proj, down_proj)
     return lambda x, topk_weights, topk_ids: experts(x, topk_ids, topk_weights)
 
 
@@ -79,58 +43,12 @@ def _torch_grouped_mm(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> L
     return layer
 
 
-def _vllm(gate_up_proj: Weight, down_proj: Weight, scheme: str) -> Layer:
-    """With its tuned table, where it has one for this GPU and shape."""
-    fused_moe = _module("vllm.model_executor.layers.fused_moe")
-    first, second, options = gate_up_proj, down_proj, {}
-    if scheme == "fp8_block":
-        assert isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor)
-        config = _module("vllm.model_executor.layers.fused_moe.config").fp8_w8a8_moe_quant_config(
-            w1_scale=first.scale, w2_scale=second.scale, block_shape=[128, 128]
-        )
-        first, second, options = first.data, second.data, {"quant_config": config}
-    return lambda x, topk_weights, topk_ids: fused_moe.fused_experts(
-        x, first, second, topk_weights, topk_ids, **options
-    )
-
-
-def _triton_kernels(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
-    """Its SwiGLU is gpt-oss', gate · sigmoid(alpha · gate) · (up + 1), of interleaved rows. With
-    alpha 1, no limit, and a bias of -1 on every up it is the usual one. It routes from logits, and
-    so are the weights given: what that takes is part of its time."""
-    _module("vllm.utils.import_utils").import_triton_kernels()
-    ogs = _module("triton_kernels.matmul_ogs")
-    routing = _module("triton_kernels.routing").routing
-    swiglu = _module("triton_kernels.swiglu").swiglu_fn
-    E, rows, H = gate_up_proj.shape
-    gate, up = gate_up_proj.chunk(2, dim=1)
-    interleaved = torch.stack((gate, up), dim=2).view(E, rows, H)
-    minus_one = gate_up_proj.new_tensor([0, -1], dtype=torch.float32).repeat(E, rows // 2)
-    activation = ogs.FusedActivation(
-        ogs.FnSpecs("swiglu", swiglu, ("alpha", "limit")), (1.0, None), 2
-    )
-    first, second = interleaved.transpose(1, 2), down_proj.transpose(1, 2)
-
-    def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        logits = topk_weights.new_full((len(x), E), -torch.inf)
-        logits.scatter_(1, topk_ids.long(), topk_weights.log())
-        data, gather, scatter = routing(logits, topk_ids.shape[1])
-        hidden = ogs.matmul_ogs(
-            x, first, minus_one, data, gather_indx=gather, fused_activation=activation
-        )
-        return ogs.matmul_ogs(
-            hidden, second, None, data, scatter_indx=scatter, gammas=data.gate_scal
-        ).view(x.shape)
-
-    return layer
-
-
 def _sonicmoe(
     gate_up_proj: Tensor, down_proj: Tensor, scheme: str, *, trains: bool = False
 ) -> Layer:
     """On QuACK's kernels. Experts come last in its weights, which are views of ours."""
-    sonicmoe = _module("sonicmoe")
-    swiglu = _module("sonicmoe.enums").ActivationType.SWIGLU
+    sonicmoe = module("sonicmoe")
+    swiglu = module("sonicmoe.enums").ActivationType.SWIGLU
     first, second, E = gate_up_proj.permute(1, 2, 0), down_proj.permute(1, 2, 0), len(down_proj)
 
     def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -148,8 +66,8 @@ def _sonicmoe(
 
 def _flashinfer(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
     """One call for everything from ids to output. Up comes first in its weights."""
-    fused_moe = _module("flashinfer.fused_moe")
-    first = _module("tmoe.backends.flashinfer.layouts").up_gate(gate_up_proj)
+    fused_moe = module("flashinfer.fused_moe")
+    first = module("tmoe.backends.flashinfer.layouts").up_gate(gate_up_proj)
 
     def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -168,8 +86,7 @@ _PEERS = (
         "grouped_mm", "transformers' experts on torch's grouped GEMM", "transformers", _grouped_mm
     ),
     Peer("torch_grouped_mm", "torch's grouped GEMM, sorted in torch", None, _torch_grouped_mm),
-    Peer("vllm", "vLLM's Triton kernels", "vllm", _vllm, ("bf16", "fp8_block")),
-    Peer("triton_kernels", "as vendored by vLLM, routing included", "vllm", _triton_kernels),
+    *VLLM_PEERS,
     Peer("sonicmoe", "SonicMoE on QuACK", "sonic-moe", _sonicmoe),
     Peer("flashinfer", "FlashInfer's cutlass layer", "flashinfer-python", _flashinfer),
 )
@@ -182,7 +99,7 @@ PEERS = {peer.name: peer for peer in _PEERS}
 def _liger(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
     """The function behind its patches of transformers' models, which give it weights in x's
     dtype."""
-    apply = _module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
+    apply = module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
 
     def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         y: Tensor = apply(x, gate_up_proj, down_proj, topk_ids.int(), topk_weights.to(x.dtype))
@@ -193,7 +110,7 @@ def _liger(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
 
 def _scattermoe(gate_up_proj: Tensor, down_proj: Tensor, scheme: str) -> Layer:
     """As its gated MLP calls it. It multiplies by (E, inputs, outputs), which are views of ours."""
-    experts = _module("scattermoe.parallel_experts")
+    experts = module("scattermoe.parallel_experts")
     first, second, E = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2), len(down_proj)
 
     def layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
