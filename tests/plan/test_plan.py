@@ -239,9 +239,31 @@ def test_layouts_without_ep_have_no_copies():
 
 
 def test_nothing_fits():
-    done = run("--model", "deepseek-v3", "--gpus", "4")
-    assert done.exit_code == 1 and "needs" in done.output
-    assert "no layout fits; more GPUs (--gpus) or fewer bits" in done.output
+    """A sentence instead of an empty table; each option that it names is enough."""
+    arguments = ["--model", "deepseek-v3", "--gpus", "8"]
+    done = run(*arguments)
+    assert done.exit_code == 1 and "can't be  TP8: needs 163.5 GB of experts" in done.output
+    assert "most of it" not in done.output  # a column of the table
+    said = " ".join(done.output.split())
+    assert "no layout fits: TP8 needs least, 171.9 GB on each GPU, 4 in reserve included" in said
+    assert "and the H200 has 141. What would do: --gpus 16, or --scheme fp8_block|" in said
+    offered = re.findall(r"(--[a-z]+) ([\w|]+)(?:,|\.)", said.partition("What would do: ")[2])
+    assert [option for option, _ in offered] == ["--gpus", "--scheme", "--gpu"]
+    for option, values in offered:
+        for value in values.split("|"):
+            assert run(*arguments, option, value).exit_code == 0, (option, value)
+
+
+def test_nothing_fits_and_no_option_alone_would_do():
+    done = run("--model", "olmoe", "--gpus", "1", "--reserve-gb", "200")
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and "213.9 GB on each GPU, 200 in reserve included" in said
+    assert "and no --gpus up to 1024 would do alone; --tokens and --reserve-gb take" in said
+
+
+def test_a_gpu_without_fp8_is_not_offered_fp8():
+    found = plan(DEEPSEEK, 16, Cluster.of("A100"))
+    assert not found.ranked and "--scheme mxfp4_a16|nvfp4_a16" in found.reason, found.reason
 
 
 @pytest.mark.parametrize(
