@@ -274,7 +274,7 @@ def test_a_gpu_without_fp8_is_not_offered_fp8():
         (("--model", "nowhere/config.json"), "the path of a config.json, got 'nowhere"),
         (("--net", "fast"), "--net must be Gbit/s of each GPU's card, as 400G, got 'fast'"),
         (("--scheme", "nvfp4"), "which were recorded, got 'nvfp4'"),
-        (("--gpus", "12"), "gpus must be a multiple of the 8 that NVLink joins, got 12"),
+        (("--gpus", "12"), "must be a multiple of the 8 that NVLink joins (--nvlink), got 12"),
         (("--routing", "odd"), "routing must be one of random"),
     ],
 )
@@ -283,6 +283,12 @@ def test_bad_input_is_explained(arguments, words):
     done = run(*(text for pair in usual.items() for text in pair))
     words_of = " ".join(done.output.replace("│", " ").split())
     assert done.exit_code == 2 and words in words_of, words_of
+
+
+def test_what_an_error_names_helps():
+    """12 GPUs are no whole domains of 8, but of others."""
+    for domain in ("4", "72"):
+        assert run("--model", "olmoe", "--gpus", "12", "--nvlink", domain).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def plan(
     expect(scheme in fitted(), OP, "scheme", wanted, repr(scheme))
     chances(model.shape.num_experts, model.shape.top_k, routing)  # knows which there are
     fills = gpus <= cluster.domain or gpus % cluster.domain == 0
-    expect(fills, OP, "gpus", f"a multiple of the {cluster.domain} that NVLink joins", gpus)
+    wanted = f"a multiple of the {cluster.domain} that NVLink joins (--nvlink)"
+    expect(fills, OP, "gpus", wanted, gpus)
     roof(cluster.gpu.name, scheme)
     ask = Question(model, cluster, gpus, tokens, scheme, routing, redundant, reserve_gb)
     found, refused = [], {}
