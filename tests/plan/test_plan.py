@@ -213,13 +213,35 @@ def test_the_command_takes_a_config(tmp_path):
     assert done.exit_code == 0 and "mixtral, bf16" in done.output
 
 
-def test_a_config_that_cannot_be_read_is_explained(tmp_path):
-    (tmp_path / "config.json").write_text("{")
+MIXTRAL = MixtralConfig(num_hidden_layers=1).to_dict()
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("", "config.json must be in JSON, got Expecting value: line 1"),
+        ("{", "config.json must be in JSON, got Expecting property name"),
+        ([1], "config.json must be an object in JSON, got list"),
+        ({}, "model_type of config.json must be one that transformers"),
+        ({"model_type": "a_model_of_tomorrow"}, "knows, got 'a_model_of_tomorrow'"),
+        ({"model_type": 3}, "knows, got 3"),
+        ({**MIXTRAL, "hidden_size": "abc"}, "expected int, got str (value: 'abc')"),
+        ({**MIXTRAL, "hidden_size": -4}, "config.json can't be made into a model: RuntimeError:"),
+        ({**MIXTRAL, "num_attention_heads": 0}, "can't be made into a model: ZeroDivisionError:"),
+        ({**MIXTRAL, "architectures": 3}, "can't be made into a model: TypeError"),
+        ({**MIXTRAL, "num_local_experts": 0}, "router that tmoe knows, got mixtral: a dense model"),
+        ({**MIXTRAL, "num_experts_per_tok": 80}, "top_k must be at most num_experts=8, got 80"),
+        ({**MIXTRAL, "num_hidden_layers": 0}, "config.json must be of a model with MoE layers"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_read_is_explained(content, said, tmp_path):
+    """In a sentence with the file's name, whoever found the fault."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "config.json").write_text(text)
     done = run("--model", str(tmp_path), "--gpus", "4")
-    assert done.exit_code == 2 and "valid JSON" in " ".join(done.output.split())
-    (tmp_path / "config.json").write_text('{"model_type": "a_model_of_tomorrow"}')
-    done = run("--model", str(tmp_path), "--gpus", "4")
-    assert done.exit_code == 2 and "a_model_of_tomorrow" in done.output
+    words = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and said in words and "plan: " in words, (done.exception, words)
+    assert "config.json" in words and "pip install" not in words
 
 
 def test_the_reason_names_what_the_second_one_lacks(deepseek):
