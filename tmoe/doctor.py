@@ -106,7 +106,7 @@ def diagnose() -> Diagnosis:
         driver=nvidia_driver() if machine.device_type == "cuda" else None,
         interpreted=machine.interpreted,
         cache_dir=str(folder),
-        cache_problem=_why_not_writable(folder),
+        cache_problem=why_not_writable(folder),
         operations=operations,
         hints=tuple(hints(versions, machine)),
     )
@@ -194,7 +194,8 @@ def _minor(text: str) -> str:
     return f"{parsed.major}.{parsed.minor}"
 
 
-def _why_not_writable(folder: Path) -> str | None:
+def why_not_writable(folder: Path) -> str | None:
+    """Make `folder`, and a file in it for a moment; what the system says if it can't be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
