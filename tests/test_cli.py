@@ -210,6 +210,16 @@ def test_hints(where, versions, said, monkeypatch, tmp_path):
         assert all(part in hint for part in said.split("..."))
 
 
+def test_doctor_prints_brackets_as_they_are(monkeypatch, tmp_path):
+    """A hint with an extra of pip's, a folder, which rich would take for styles."""
+    monkeypatch.setenv("TMOE_CACHE_DIR", str(tmp_path / "[red]"))
+    said = "pip install 'tmoe[flashinfer]'"
+    monkeypatch.setattr(doctor, "hints", lambda versions, machine: [said])
+    monkeypatch.setenv("COLUMNS", "250")
+    shown = invoke("doctor").output
+    assert f"hint {said}" in shown and str(tmp_path / "[red]") in shown
+
+
 def test_a_hint_where_flashinfer_cannot_build(monkeypatch):
     """EN04"""
     monkeypatch.setenv("CUDA_HOME", "/nowhere")

@@ -5,6 +5,9 @@ go through `widen` and `narrow`; everything else here has to be right by itself.
 fails after an upgrade of Triton or NumPy, other results mean nothing until it is understood.
 """
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import triton
@@ -84,6 +87,14 @@ def _condition_kernel(out_ptr, x_ptr, row, num, N: tl.constexpr):
     if INTERPRETED:
         assert mask.handle.data.dtype == bool  # what Triton 3.9 asks of a mask
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=-1.0))
+
+
+@triton.jit
+def _divide_kernel(out_ptr, x_ptr, num, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs, mask=offs < num, other=0.0)
+    tl.store(out_ptr + offs, tl.exp(x) / x, mask=offs < num)
+    tl.store(out_ptr + offs, x / x, mask=(offs < num) & (x > 1.0))
 
 
 @triton.jit
@@ -199,3 +210,14 @@ def test_a_block_and_one_condition_are_a_mask(row, wanted, device):
     out = torch.empty_like(x)
     _condition_kernel[(1,)](out, x, row, 3, N=4)
     assert out.tolist() == wanted
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_arithmetic_is_silent(device):
+    """Lanes that are masked divide 0 by 0, and an infinity is a result: a GPU remarks on neither,
+    and NumPy still does outside a kernel."""
+    x, out = torch.tensor([1.0, 1000.0], device=device), torch.full((N,), 7.0, device=device)
+    _divide_kernel[(1,)](out, x, 2, N=N)
+    assert out.tolist() == pytest.approx([math.e, 1.0, *[7.0] * (N - 2)])
+    with pytest.raises(RuntimeWarning, match="divide by zero"):
+        np.float32(1) / np.float32(0)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from packaging.version import VERSION_PATTERN
 from rich.console import Console
-from rich.table import Table
 
 from .bench.command import app as bench
 from .command_errors import said_by
@@ -79,44 +78,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what this machine has, which backends can run here, and what is known not to work."""
-    from .dispatch.resolve import duration
     from .doctor import diagnose
 
     found = diagnose()
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
-        return
-    console = Console()
-    facts = Table(show_header=False, box=None)
-    for name, value in found.versions.items():
-        facts.add_row(name, value or "not installed")
-    facts.add_row("device", found.device)
-    if found.capability is not None:
-        facts.add_row("capability", ".".join(map(str, found.capability)))
-        facts.add_row("driver", found.driver or "unknown")
-    facts.add_row("Triton interpreter", "on" if found.interpreted else "off")
-    problem = found.cache_problem
-    facts.add_row("cache folder", found.cache_dir)
-    facts.add_row("", "writable" if problem is None else f"can't be written: {problem}")
-    console.print(facts)
-    chosen = Table("operation", "runs on", "because", title="DeepSeek-V3, 64 tokens")
-    refused: dict[tuple[str, str], list[str]] = {}
-    for operation, candidates in found.operations.items():
-        first = next(candidate for candidate in candidates if candidate.accepted)
-        timing = "" if first.timing is None else f"{duration(first.timing)}; "
-        chosen.add_row(operation, first.name, timing + first.reason)
-        for candidate in candidates:
-            if not candidate.accepted:
-                refused.setdefault((candidate.name, candidate.reason), []).append(operation)
-    console.print(chosen)
-    reasons = Table("backend", "can't run", "because")
-    for (name, reason), operations in refused.items():
-        every = len(operations) == len(found.operations)
-        reasons.add_row(name, "anything" if every else ", ".join(operations), reason)
-    if refused:
-        console.print(reasons)
-    for hint in found.hints:
-        console.print(f"[yellow]hint[/] {hint}", highlight=False)
+    else:
+        Console().print(found.as_rich())
 
 
 @app.command()

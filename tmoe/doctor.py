@@ -11,13 +11,16 @@ from pathlib import Path
 
 import torch
 from packaging.version import Version
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from .backends.flashinfer.signatures import BELOW
 from .backends.flashinfer.support import BLACKWELL, USES
 from .dispatch.known import MODELS, problem_of
 from .dispatch.measure import known_times
 from .dispatch.problem import Machine, Problem
-from .dispatch.resolve import Candidate, candidates
+from .dispatch.resolve import Candidate, candidates, duration
 from .environment import cache_dir, installed_version, nvidia_driver
 from .formats import SCHEMES
 from .formats.recipe import Recipe
@@ -46,6 +49,39 @@ class Diagnosis:
         """Plain values only, for JSON."""
         return asdict(self)
 
+    def as_rich(self) -> Group:
+        """For the terminal: facts, which backend runs an operation, why others can't, hints."""
+        chosen = Table("operation", "runs on", "because", title="DeepSeek-V3, 64 tokens")
+        refused: dict[tuple[str, str], list[str]] = {}
+        for operation, answers in self.operations.items():
+            first = next(answer for answer in answers if answer.accepted)
+            timing = "" if first.timing is None else f"{duration(first.timing)}; "
+            chosen.add_row(operation, first.name, Text(timing + first.reason))
+            for answer in answers:
+                if not answer.accepted:
+                    refused.setdefault((answer.name, answer.reason), []).append(operation)
+        reasons = Table("backend", "can't run", "because")
+        for (name, reason), operations in refused.items():
+            every = len(operations) == len(self.operations)
+            reasons.add_row(name, "anything" if every else ", ".join(operations), Text(reason))
+        hints = [Text.assemble(("hint", "yellow"), f" {hint}") for hint in self.hints]
+        return Group(self._facts(), chosen, *([reasons] if refused else []), *hints)
+
+    def _facts(self) -> Table:
+        rows = {name: value or "not installed" for name, value in self.versions.items()}
+        rows["device"] = self.device
+        if self.capability is not None:
+            rows["capability"] = ".".join(map(str, self.capability))
+            rows["driver"] = self.driver or "unknown"
+        rows["Triton interpreter"] = "on" if self.interpreted else "off"
+        rows["cache folder"] = self.cache_dir
+        problem = self.cache_problem
+        rows[""] = "writable" if problem is None else f"can't be written: {problem}"
+        table = Table(show_header=False, box=None)
+        for name, value in rows.items():
+            table.add_row(name, Text(value))  # a folder's brackets are brackets
+        return table
+
 
 def diagnose() -> Diagnosis:
     """Look at this machine. Writes one temporary file, to see whether the cache folder takes it."""
@@ -70,7 +106,7 @@ def diagnose() -> Diagnosis:
         driver=nvidia_driver() if machine.device_type == "cuda" else None,
         interpreted=machine.interpreted,
         cache_dir=str(folder),
-        cache_problem=_why_not_writable(folder),
+        cache_problem=why_not_writable(folder),
         operations=operations,
         hints=tuple(hints(versions, machine)),
     )
@@ -158,7 +194,8 @@ def _minor(text: str) -> str:
     return f"{parsed.major}.{parsed.minor}"
 
 
-def _why_not_writable(folder: Path) -> str | None:
+def why_not_writable(folder: Path) -> str | None:
+    """Make `folder`, and a file in it for a moment; what the system says if it can't be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

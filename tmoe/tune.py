@@ -121,20 +121,22 @@ def _tuned_tiles(problem: Problem) -> Iterator[TunedTiles]:
 _SHAPE = re.compile(r"([EKHI])=([1-9]\d{0,8})", re.ASCII)
 
 
-def parse_layer(text: str, activation: str | None = None, *, op: str = "tune") -> Layer:
+def parse_layer(
+    text: str, activation: str | None = None, *, op: str = "tune", arg: str = "MODEL_OR_SHAPE"
+) -> Layer:
     """A model of `MODELS`, or "E=8,K=2,H=4096,I=14336": experts, experts per token, hidden size,
     and the intermediate size of an expert. Raises ``ValueError`` for anything else, and names `op`
-    in it."""
+    and `arg` in it."""
     if "=" in text:
         parts = [_SHAPE.fullmatch(part.strip()) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part is not None}
         wanted = "of the form E=8,K=2,H=4096,I=14336"
-        expect(len(parts) == len(sizes) == 4, op, "MODEL_OR_SHAPE", wanted, repr(text))
+        expect(len(parts) == len(sizes) == 4, op, arg, wanted, repr(text))
         expect(sizes["K"] <= sizes["E"], op, "K", f"at most E = {sizes['E']}", sizes["K"])
         layer = Layer(sizes["E"], sizes["K"], sizes["H"], sizes["I"])
     else:
         wanted = f"one of {', '.join(MODELS)}, or E=8,K=2,H=4096,I=14336 with sizes of yours"
-        expect(text in MODELS, op, "MODEL_OR_SHAPE", wanted, repr(text))
+        expect(text in MODELS, op, arg, wanted, repr(text))
         layer = model_layer(text)
     return layer if activation is None else replace(layer, activation=Activation.of(activation))
 

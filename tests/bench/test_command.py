@@ -15,7 +15,9 @@ import tmoe.bench.run as running
 from tests.bench.results import layer, results, write
 from tmoe.bench import report as reporting
 from tmoe.bench.cases import Case
+from tmoe.bench.cost_model import fitted
 from tmoe.bench.peers import PEERS
+from tmoe.bench.shapes import ROUTINGS
 from tmoe.cli import app
 from tmoe.environment import kernels_hash
 
@@ -66,6 +68,7 @@ def test_it_measures_and_writes_everything(tmp_path):
     assert found["skipped"]["torch_grouped_mm, fp8_block"].endswith("in bf16, not in fp8_block")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "report.html"}
     assert "time per flop over that of balanced routing" in done.output
+    assert "no pictures: they are of random routing" in done.output
     assert "sonicmoe needs sonic-moe, which isn't installed" in done.output
 
 
@@ -170,12 +173,16 @@ def test_nothing_that_runs_is_no_success(fast, tmp_path):
     [
         (("mixtral",), "SHAPES: mixtral is none of mixtral-8x7b,"),
         (("E=4,K=8,H=64,I=32",), "bench: K must be at most E = 4, got 8"),
+        (("E=4,K=2,H=64",), "bench: SHAPES must be of the form E=8,"),
         ((TINY, "--tokens", "0"), "bench: --tokens must be positive numbers"),
         ((TINY, "--backends", "cuda"), "--backends: cuda is none of triton, torch,"),
         ((TINY, "--schemes", "int3"), "--schemes: int3 is none of bf16,"),
         ((TINY, "--routing", "worst"), "--routing: worst is none of random,"),
         (("predict", "mixtral-8x7b", "--scheme", "mxfp8"), "predict: scheme must be one of bf16"),
         (("predict", "mixtral-8x7b", "--ep", "3"), "predict: ep must be a divisor of 8, got 3"),
+        ((TINY, "--out", __file__), "can't be written: File exists"),
+        (("report", "nowhere.json", "--backend", "triton,torch"), "is none of triton, torch"),
+        (("report", RECORDS / "h200_layer.json", "--out", __file__), "can't be written: File"),
         (("report", "nowhere.json"), "nowhere.json can't be read"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json can't be read"),
     ],
@@ -194,6 +201,14 @@ def test_predict_is_a_word_and_an_option():
     assert invoke("predict", TINY, "--tp", "2").exit_code == 0
 
 
+def test_predict_takes_all():
+    """As measuring does: of schemes, those that were recorded."""
+    done = invoke("--predict", TINY, "--tokens", "1", "--schemes", "all", "--routing", "all")
+    assert done.exit_code == 0, done.output
+    titles = re.findall(r"(\w+), (\w+) routing, µs per call", done.output)
+    assert titles == [(scheme, routing) for scheme in fitted() for routing in ROUTINGS]
+
+
 def test_report_shows_a_recorded_file():
     done = invoke("report", RECORDS / "h200_layer.json", RECORDS / "h200_quantized.json")
     assert done.exit_code == 0, done.output
@@ -206,8 +221,29 @@ def test_report_shows_a_recorded_file():
 
 def test_report_says_when_there_is_nothing_to_show(tmp_path):
     path = write(tmp_path / "a.json", results(layer("tiny", 1, "torch", 1.0)))
-    done = invoke("report", path)
+    done = invoke("report", path, "--backend", "triton")
     assert done.exit_code == 2 and "no layer that the triton backend ran" in words(done.output)
+
+
+def test_report_shows_the_backend_that_ran(tmp_path):
+    """On a CPU that is torch; where both ran it is triton."""
+    torch_ran, triton_ran = (
+        layer("tiny", 1, name, us) for name, us in (("torch", 7.25), ("triton", 3.5))
+    )
+    cpu = write(tmp_path / "cpu.json", results(torch_ran))
+    both = write(tmp_path / "both.json", results(torch_ran, triton_ran))
+    assert "7.2" in invoke("report", cpu).output
+    assert invoke("report", both).output == invoke("report", both, "--backend", "triton").output
+
+
+def test_what_others_measured_is_refused(tmp_path):
+    """Files of pytest-benchmark from another project."""
+    bench = {"group": None, "name": "test_sort", "extra_info": {}, "stats": {"median": 1.0}}
+    path = write(tmp_path / "a.json", {"machine_info": {"node": "x"}, "benchmarks": [bench]})
+    for command in (("report", path), ("compare", path, path)):
+        done = invoke(*command)
+        assert done.exit_code == 2, done.exception
+        assert "pytest-benchmark with tmoe's cases, got others" in words(done.output)
 
 
 def test_compare_fails_only_if_asked_to(tmp_path):

@@ -209,6 +209,16 @@ def test_a_picture_has_everybody_in_it():
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
 
 
+@pytest.mark.parametrize("slowest, numbers", [(150.0, {20, 50, 100}), (5e4, {100, 1e3, 1e4})])
+def test_a_picture_has_numbers_on_its_axis(slowest, numbers):
+    """Powers of ten where there are several; one alone would leave the scale open."""
+    found = results(*(layer("tiny", T, "triton", us, floor_us=us / 2, device="CPU")
+                      for T, us in ((1, 60.0), (16, slowest))))  # fmt: skip
+    axes = time_over_tokens(read_cells(found, read_recorded(), "triton")).axes[0]
+    low, high = axes.get_ylim()
+    assert {tick for tick in axes.yaxis.get_majorticklocs() if low <= tick <= high} == numbers
+
+
 def test_what_pictures_need_is_one_sentence():
     assert why_no_pictures(("sys", "json")) is None
     said = "no pictures and no page without no_such_package: pip install 'tmoe[bench]'"

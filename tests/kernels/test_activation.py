@@ -15,11 +15,6 @@ from tests.reference import activation_ref
 from tmoe.activation import GATED, UNGATED, Activation
 from tmoe.kernels.activation import activate, activate_gated, activate_ref
 
-# The interpreter is numpy, which remarks on exp(100) = inf; the sigmoid means it.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
-)
-
 BLOCK = 256
 ACTIVATIONS = [
     *(Activation.of(name) for name in GATED if name != "swiglu_step"),

@@ -12,7 +12,6 @@ from tmoe.kernels.activation_ref import clamp_above_ref, clamp_both_ref
 from tmoe.kernels.permute import permute_ref
 from tmoe.kernels.sort import sort_tokens
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 ACTIVATIONS = {

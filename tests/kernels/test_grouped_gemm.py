@@ -16,11 +16,6 @@ from tmoe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from tmoe.kernels.sort import SortedTokens, sort_tokens
 from tmoe.kernels.tiles import Tile
 
-# The interpreter is numpy, which remarks on what is done to NaN and infinity on purpose.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
-)
-
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 SMALL = Tile(16, 16, 32, 4, 2)

@@ -28,7 +28,6 @@ from tmoe.kernels.quantize_nvfp4 import quantize_nvfp4
 from tmoe.kernels.quantize_ref import decode_e2m1_ref, decode_ue8m0_ref
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy about inf and NaN
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

@@ -31,7 +31,6 @@ from tmoe.kernels.quantize_fp8 import (
 )
 from tmoe.kernels.quantize_ref import Rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy about inf and NaN
 BLOCKS = ["tensor", "row", (1, 128), (128, 128)]
 NAN, INF = math.nan, math.inf
 SWIGLU = ("swiglu", 1.0, INF)

@@ -30,7 +30,6 @@ from tmoe.kernels.quantize_mx import (
 )
 from tmoe.kernels.quantize_ref import Rows, decode_e2m1_ref
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy about inf and NaN
 RULES = ["floor", "even", "ceil"]
 ELEMENTS = ["e4m3", "e2m1"]
 every_rule = pytest.mark.parametrize("rule", RULES)

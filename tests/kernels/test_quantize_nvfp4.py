@@ -29,7 +29,6 @@ from tmoe.kernels.quantize_nvfp4 import (
 )
 from tmoe.kernels.quantize_ref import Rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy about inf and NaN
 NAN, INF = math.nan, math.inf
 
 

@@ -35,7 +35,6 @@ from tmoe.kernels.rounding import (
     unpack,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy about inf and NaN
 NAN, INF = math.nan, math.inf
 
 

@@ -13,7 +13,6 @@ from tests.layouts import STRIDED
 from tmoe.kernels.route import route_ref
 from tmoe.kernels.route_backward import route_backward, route_backward_ref
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAMED = {
     "TopK": {},
     "Default": dict(score="softmax"),

@@ -11,9 +11,6 @@ from tests.checking import assert_matches
 from tmoe.kernels.route import route, route_ref
 from tmoe.kernels.route_ref import count_ref, softmax_ref
 
-# The interpreter is numpy, which remarks on exp(100) = inf; the sigmoid means it.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 E = 60
 SUM = dict(renormalize=True, epsilon=1e-20)
 GROUPS = dict(n_group=5, topk_group=2)

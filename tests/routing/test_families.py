@@ -25,10 +25,6 @@ from tmoe.kernels import route as kernel
 from tmoe.kernels.route import route, route_ref
 from tmoe.routing import Routing
 
-# The interpreter is numpy, which remarks on exp(100) = inf; the sigmoid means it. It also divides
-# in the rows past the last, which are masked.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-
 T = 5  # rows of each kind
 CONFIGS = [
     pytest.param(case, changes, id=f"{case}-{i}")

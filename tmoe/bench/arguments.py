@@ -25,7 +25,7 @@ def shapes_of(texts: list[str] | None, gpu: bool) -> list[MoEShape]:
             found += SHAPES.values()
         elif "=" in text:
             try:
-                layer = parse_layer(text, op="bench")
+                layer = parse_layer(text, op="bench", arg="SHAPES")
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
             sizes = (layer.num_experts, layer.top_k, layer.hidden, layer.intermediate)

@@ -42,7 +42,10 @@ Tokens = Annotated[str | None, typer.Option(help="Tokens per call: 1,16,128; or 
 Routings = Annotated[
     str, typer.Option("--routing", help="random, balanced, zipf, one_expert; all.")
 ]
-Backend = Annotated[str, typer.Option(help="Whose times are ours: triton or torch.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="Whose times are ours: triton or torch; without it triton, if that ran."),
+]
 
 
 @app.command(MEASURE)
@@ -64,9 +67,12 @@ def run(
     Without arguments: on a GPU the layers of seven models, 1 to 8192 tokens, in bf16 by Triton;
     elsewhere a small layer in fp32 by torch. Exits with 1 if a result was wrong or nothing ran.
     """
+    from .cost_model import fitted
+    from .shapes import CPU_TOKENS, GPU_TOKENS, ROUTINGS
+
     if only_predict:
-        for scheme in schemes.split(","):
-            for one in routing.split(","):
+        for scheme in [*fitted()] if schemes == "all" else schemes.split(","):
+            for one in [*ROUTINGS] if routing == "all" else routing.split(","):
                 predict(shapes, tokens, scheme, one)
         return
     import torch
@@ -75,7 +81,6 @@ def run(
     from .cases import BACKENDS, OURS
     from .report import Report, why_no_pictures
     from .run import Selection, measure
-    from .shapes import CPU_TOKENS, GPU_TOKENS, ROUTINGS
 
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -86,6 +91,7 @@ def run(
         names_of("--routing", routing, ROUTINGS),
         names_of("--backends", backends or ("triton" if gpu else "torch"), BACKENDS),
     )
+    is_new = _make(out)  # before time is spent
     console, err = _console(), Console(stderr=True)
     if not gpu:
         err.print("There is no GPU here: these times say little about any.", style="yellow")
@@ -95,10 +101,11 @@ def run(
             found = so_far
     finally:  # what is measured stays, whatever ends it
         if found is not None and found.benchmarks:
-            out.mkdir(parents=True, exist_ok=True)
             path = out / "results.json"
             path.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
             console.print(f"results: {path}", **PLAIN, soft_wrap=True)
+        elif is_new:
+            out.rmdir()
     assert found is not None
     for what, why in (found.skipped | found.failed).items():
         err.print(f"{what}: {why}", **PLAIN, soft_wrap=True, style="yellow")
@@ -143,7 +150,7 @@ def predict(
 def report(
     results: Annotated[list[Path], typer.Argument(help="results.json, of one machine.")],
     out: Annotated[Path | None, typer.Option(help="Folder for pictures and the page.")] = None,
-    backend: Backend = "triton",
+    backend: Backend = None,
     recorded: Annotated[
         list[Path] | None, typer.Option(help="Peers measured before, instead of those shipped.")
     ] = None,
@@ -156,15 +163,21 @@ def report(
     from .records import read_recorded, read_results
     from .report import Report, why_no_pictures
 
-    (backend,) = names_of("--backend", backend, OURS)
+    if backend not in (None, *OURS):
+        raise typer.BadParameter(f"--backend: {backend} is none of {', '.join(OURS)}")
     try:
         peers = read_recorded(recorded) if recorded else read_recorded()
-        found = Report(read_results(results), backend, peers)
+        read = read_results(results)
+        ran = {bench["extra_info"].get("backend") for bench in read["benchmarks"]}
+        backend = backend or next((name for name in OURS if name in ran), OURS[0])
+        found = Report(read, backend, peers)
     except ValueError as error:
         raise typer.BadParameter(said_by("bench", error)) from error
     if not found.tables:
         wanted = f"no layer that the {backend} backend ran, and no operation with a peer"
         raise typer.BadParameter(f"{', '.join(map(str, results))} has {wanted}")
+    if out is not None:
+        _make(out)
     console, err = _console(), Console(stderr=True)
     _show(found, console)
     if out is not None:
@@ -234,6 +247,17 @@ def _with_progress(
             yield found
 
 
+def _make(folder: Path) -> bool:
+    """Have a folder that can be written; whether it wasn't there."""
+    from ..doctor import why_not_writable
+
+    is_new = not folder.exists()
+    problem = why_not_writable(folder)
+    if problem is not None:
+        raise typer.BadParameter(f"--out: {folder} can't be written: {problem}")
+    return is_new
+
+
 def _console() -> Console:
     """As wide as the widest table: lines may break in a narrow terminal, but no number is cut."""
     return Console(width=max(WIDTH, Console().width))
@@ -247,8 +271,12 @@ def _show(report: Any, console: Console) -> None:
 
 
 def _write(report: Any, out: Path, console: Console, err: Console, why_not: str | None) -> None:
+    from .records import picture_cells
+
     if why_not is not None:
         err.print(why_not, style="yellow", **PLAIN)
         return
     for path in report.write(out):
         console.print(f"written: {path}", **PLAIN, soft_wrap=True)
+    if report.cells and not picture_cells(report.cells):
+        err.print("no pictures: they are of random routing", style="yellow", **PLAIN)

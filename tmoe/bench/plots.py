@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from .records import ROOFLINE, Cell
 from .roofline import ROOFS, Roof
@@ -214,6 +215,9 @@ def _draw_points(axes: Axes, cells: Sequence[Cell]) -> None:
 
 
 def _plain_numbers(axes: Axes, which: str) -> None:
-    """1000 instead of 10³."""
+    """1000 instead of 10³; between them 200 and 500, where less than two powers of ten are seen."""
     axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = map(math.log10, axis.get_view_interval())
+    if math.floor(high) <= math.ceil(low):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1e5 else f"{value:.0e}")

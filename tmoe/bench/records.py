@@ -68,7 +68,9 @@ def read_results(paths: Iterable[Path]) -> dict[str, Any]:
     for path in paths:
         found = _json(path)
         ok = isinstance(found, dict) and {"benchmarks", "machine_info"} <= found.keys()
-        expect(ok, "read_results", str(path), "results of tmoe bench or pytest-benchmark", "others")
+        ours = ok and {"device", "versions"} <= found["machine_info"].keys()
+        wanted = "results of tmoe bench or pytest-benchmark with tmoe's cases"
+        expect(ours, "read_results", str(path), wanted, "others")
         if not merged:
             merged = found | {"benchmarks": []}
         names = [file["machine_info"].get("device") for file in (merged, found)]

@@ -63,11 +63,14 @@ def plan(
         typer.echo(json.dumps(found.as_json(), indent=2))
         raise typer.Exit(0 if found.ranked else 1)
     console = Console(width=max(120, Console().width))
-    grid = found.table()
-    shown = grid.rows if everything else grid.rows[:SHOWN]
-    console.print(type(grid)(grid.title, grid.columns, shown).as_rich())
-    if len(shown) < len(grid.rows):
-        console.print(f"{len(grid.rows) - len(shown)} more with --all\n", highlight=False)
+    if found.ranked:
+        grid = found.table()
+        shown = grid.rows if everything else grid.rows[:SHOWN]
+        console.print(type(grid)(grid.title, grid.columns, shown).as_rich())
+        if len(shown) < len(grid.rows):
+            console.print(f"{len(grid.rows) - len(shown)} more with --all\n", highlight=False)
+    else:
+        console.print(found.title, style="bold", highlight=False, markup=False)
     lines = [found.reason, "", *(f"can't be  {line}" for line in found.refusals), ""]
     lines += [f"known     {line}" for line in found.calibration]
     for line in lines:

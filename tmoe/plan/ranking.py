@@ -22,6 +22,7 @@ from .layouts import (
     why_not,
 )
 from .models import OP, PlanModel
+from .remedies import nothing_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,9 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """Why the first is first."""
+        """Why the first is first; where nothing fits, what would have to change."""
         if not self.ranked:
-            less = "more GPUs (--gpus) or fewer bits a weight (--scheme) take less of each"
-            return f"no layout fits; {less}"
+            return nothing_fits(self.ask)
         best = self.ranked[0]
         parts = ", ".join(f"{name} {us_text(us)}" for name, us in best.parts.items() if us > 0)
         text = f"{best.layout} takes {us_text(best.us)} µs: {parts}."
@@ -148,7 +148,8 @@ def plan(
     expect(scheme in fitted(), OP, "scheme", wanted, repr(scheme))
     chances(model.shape.num_experts, model.shape.top_k, routing)  # knows which there are
     fills = gpus <= cluster.domain or gpus % cluster.domain == 0
-    expect(fills, OP, "gpus", f"a multiple of the {cluster.domain} that NVLink joins", gpus)
+    wanted = f"a multiple of the {cluster.domain} that NVLink joins (--nvlink)"
+    expect(fills, OP, "gpus", wanted, gpus)
     roof(cluster.gpu.name, scheme)
     ask = Question(model, cluster, gpus, tokens, scheme, routing, redundant, reserve_gb)
     found, refused = [], {}
