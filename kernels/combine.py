@@ -28,6 +28,7 @@ def _combine_kernel(
     """Grid: (T, cdiv(H, BLOCK_H))."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = offs_h < H
@@ -38,8 +39,6 @@ def _combine_kernel(
         acc += widen(x).to(tl.float32)
     out_ptrs = out_ptr + t * stride_out_t + offs_h.to(tl.int64) * stride_out_h
     tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=mask_h)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def combine(rows: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:

@@ -146,7 +146,13 @@ def supports_tma(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that has the constexpr USE_PDL."""
+    """Launch options of a kernel that has the constexpr USE_PDL.
+
+    Such a kernel waits for the one before it with `gdc_wait`, ahead of any load, and says with
+    `gdc_launch_dependents` from when on the programs of the next may come and wait. A short kernel
+    says so at once, since with few tokens a layer is made of launches; a GEMM at its end, since
+    programs that come while others still run crowd where there is room.
+    """
     if _is_hopper_or_newer(device):
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}

@@ -111,6 +111,7 @@ def _quantize_fp8_kernel(
     long for the registers; one program reads them twice, COLS at a time."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     tiles_across: tl.constexpr = 1 if IN_PASSES else COL_TILES
     tile_m = tl.program_id(0) // tiles_across
@@ -169,8 +170,6 @@ def _quantize_fp8_kernel(
             )  # fmt: skip
             codes = tl.reshape(_codes(_blocks(more, BM, BK), scale, POWER_OF_TWO), (ROWS, COLS))
             tl.store(data_ptrs + k, codes, mask=(rows < M) & (cols + k < K))
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -186,6 +185,7 @@ def _dequantize_fp8_kernel(
     """Grid: (tiles of ROWS × COLS elements, L)."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     tile_m, tile_k = tl.program_id(0) // COL_TILES, tl.program_id(0) % COL_TILES
     rows = (tile_m * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -205,8 +205,6 @@ def _dequantize_fp8_kernel(
     blocks = _blocks(values, BM, BK) * scale[:, None, :, None]
     out = narrow(tl.reshape(blocks, (ROWS, COLS)), out_ptr.dtype.element_ty)
     tl.store(out_ptr + (matrix * M + rows) * K + cols, out, mask=mask)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _tiling(block: str | Sequence[int], K: int, *, whole_rows: bool) -> dict[str, int]:

@@ -114,6 +114,7 @@ def _partial_amax_kernel(
     """Grid: (P, L). The P programs share a matrix's tiles, ROWS × COLS each."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     largest = tl.zeros((ROWS, COLS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(M, ROWS) * COL_TILES, tl.num_programs(0)):
@@ -126,8 +127,6 @@ def _partial_amax_kernel(
         largest = larger(largest, tl.abs(x))
     partial_ptr += matrix * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial_ptr, amax(largest, None, keep_dims=False))
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -69,6 +69,7 @@ def _quantize_mx_kernel(
     """Grid: (tiles, L). A tile is BLOCKS blocks of 32: ACROSS in a row, and so many rows."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCKS)
     row = tl.program_id(0) // COL_TILES * (BLOCKS // ACROSS) + i // ACROSS
@@ -94,8 +95,6 @@ def _quantize_mx_kernel(
     scale_ptrs = scale_ptr + (matrix * M + row) * blocks_in_row + block
     mask = (row < M) & (block < blocks_in_row)
     tl.store(scale_ptrs, tl.reshape(byte, (BLOCKS,)).to(tl.uint8), mask=mask)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -111,6 +110,7 @@ def _dequantize_mx_kernel(
     """Grid: (tiles, L), tiles as in the kernel above."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCKS)
     row = (tl.program_id(0) // COL_TILES * (BLOCKS // ACROSS) + i // ACROSS).to(tl.int64)
@@ -131,8 +131,6 @@ def _dequantize_mx_kernel(
     out_ptrs = out_ptr + (matrix * M + row)[:, None] * K + cols
     mask = (row < M)[:, None] & (cols < K)
     tl.store(out_ptrs, narrow(out, out_ptr.dtype.element_ty), mask=mask)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _tiling(M: int, K: int) -> tuple[int, dict[str, int]]:

@@ -107,6 +107,7 @@ def _quantize_nvfp4_kernel(
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     first_row = tl.program_id(0) // SHARE * (PAIRS // ACROSS)
     i = tl.arange(0, PAIRS)
@@ -147,8 +148,6 @@ def _quantize_nvfp4_kernel(
         cols = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
         mask = (row < M)[:, None] & (cols < blocks_in_row)
         tl.store(scale_ptr + cols, tl.reshape(s_byte, (PAIRS, 2)), mask=mask)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["M", "num_experts"])
@@ -167,6 +166,7 @@ def _dequantize_nvfp4_kernel(
     """Grid: (tiles, L), tiles as in the kernel above."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     first_row = tl.program_id(0) // COL_TILES * (PAIRS // ACROSS)
     i = tl.arange(0, PAIRS)
@@ -193,8 +193,6 @@ def _dequantize_nvfp4_kernel(
     out_ptrs = out_ptr + (matrix * M + row) * K + cols
     out = narrow(out, out_ptr.dtype.element_ty)
     tl.store(out_ptrs, out, mask=(row < M) & (cols < K))
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _tiling(K: int) -> dict[str, int]:

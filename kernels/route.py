@@ -136,6 +136,7 @@ def _route_kernel(
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     GROUP_SIZE: tl.constexpr = E // N_GROUP
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     column = tl.arange(0, BLOCK_S * BLOCK_G)[None, :]
@@ -209,8 +210,6 @@ def _route_kernel(
     tl.store(ids_ptr + row * (K + NUM_SHARED) + slot, ids, mask=mask)
     if expert_counts_ptr is not None:
         tl.atomic_add(expert_counts_ptr + ids, 1, mask=in_range & (ids < E), sem="relaxed")
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _rows_and_warps(num_rows: int, width: int, *, grouped: bool) -> tuple[int, int]:

@@ -38,6 +38,7 @@ def _router_linear_kernel(
     """Grid: (P, cdiv(E, BLOCK_E), cdiv(T, BLOCK_T))."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     token = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -70,8 +71,6 @@ def _router_linear_kernel(
         logits += tl.where(part == 0, bias, 0.0)[:, None]
     ptrs = parts_ptr + (part * T + token[None, :]) * E + expert[:, None]
     tl.store(ptrs, logits, mask=(expert < E)[:, None] & (token < T)[None, :])
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

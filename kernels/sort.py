@@ -142,6 +142,8 @@ def _sort_kernel(
     """Grid: (num_blocks,). Program b places the slots of block b."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        if RECOUNT:
+            tl.extra.cuda.gdc_launch_dependents()
     topk_ids = (topk_ids_ptr, stride_t, stride_k, num_slots, top_k, first_expert, num_experts)
     block = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -178,7 +180,7 @@ def _sort_kernel(
     _write_tiles(
         tiles_ptr, num_tiles_ptr, experts, first_rows, counts, block, tl.num_programs(0), BLOCK_M
     )
-    if USE_PDL:
+    if USE_PDL and not RECOUNT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -194,6 +196,7 @@ def _tiles_kernel(
     """Grid: (P,). The tiles of rows that are sorted already; the programs share them."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     experts = tl.arange(0, BLOCK_E)
     is_expert = experts < num_experts
     first_rows = tl.load(expert_offsets_ptr + experts, mask=is_expert, other=0)
@@ -202,8 +205,6 @@ def _tiles_kernel(
     if part == 0:
         tl.store(taken_ptr, 0)
     _write_tiles(tiles_ptr, num_tiles_ptr, experts, first_rows, counts, part, num_parts, BLOCK_M)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _int32_arrays(device: torch.device, *sizes: int) -> list[Tensor]:

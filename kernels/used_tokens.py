@@ -26,13 +26,12 @@ def _used_tokens_kernel(
     """Grid: (cdiv(T, BLOCK_T),)."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)[None, :]
     ptrs = slot_to_row_ptr + t[:, None].to(tl.int64) * K + k
     rows = tl.load(ptrs, mask=(t < T)[:, None] & (k < K), other=-1)
     tl.store(index_ptr + t, tl.where(tl.max(rows, 1) >= 0, t, -1), mask=t < T)
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def used_tokens(slot_to_row: Tensor) -> Tensor:
