@@ -20,7 +20,7 @@ from tmoe.bench.growth import growth, over_tokens
 from tmoe.bench.records import Cell, picture_cells, read_cells, read_recorded, read_results
 from tmoe.bench.report import Report
 from tmoe.bench.shapes import SHAPES
-from tmoe.bench.tables import Grid, Row, standing_table
+from tmoe.bench.tables import Grid, Row, layers_table, standing_table
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,8 @@ SECTIONS = (
     ("h200_quantized.json", "Quantised weights", ("fp8_block", "mxfp4_a16")),
     ("h200_operations.json", "Single operations", ()),
 )
-COMPARED = ("h200_layer.json", "h200_quantized.json")  # with peers
+COMPARED = ("h200_layer.json", "h200_quantized.json")  # with peers that were recorded before
+AT_ONCE = ("h200_beside.json", "h200_beside_fp8.json")  # with peers that ran in turn with tmoe
 TOGETHER = ("bfloat16", "fp8_block", "fp8_channel", "fp8_tensor")
 STARTUP = RESULTS / "h200_startup.json"
 DECODE = RESULTS / "h200_decode_step.json"
@@ -78,6 +79,12 @@ BESIDE = """## Beside others
 A cell is a layer with weights of one kind and a number of tokens. A speedup is a peer's time over
 tmoe's, so above 1 tmoe is faster; the best peer is whichever is fastest in that cell. Who they are,
 and which versions were recorded, is in [bench/README.md](../bench/README.md#peers).
+"""
+
+IN_TURN = """### In one session
+
+The peers above were recorded in another session, on a GPU that may have been cooler. Here each cell
+was measured of everybody in turn, in one process, by this folder's adapters.
 """
 
 TRAINED = """## Training: forward and backward
@@ -123,6 +130,7 @@ def sections() -> Iterator[str]:
     """The page, part by part."""
     yield INTRO
     yield f"{BESIDE}\n{standing_table(compared(), TOGETHER).as_markdown()}"
+    yield from in_turn()
     for name, heading, schemes in SECTIONS:
         if (RESULTS / name).exists():
             yield from section(name, heading, schemes)
@@ -146,6 +154,25 @@ def compared() -> list[Cell]:
     results = read_results([RESULTS / name for name in COMPARED])
     found = read_cells(results, read_recorded(), "triton")
     return [cell for cell in found if cell.peers and cell.routing == "random"]
+
+
+def compared_in_turn() -> list[Cell]:
+    """The layers that were measured in one session with peers."""
+    nothing = {"rows": [], "device": None, "dtype": None}  # in the place of recorded peers
+    found = read_cells(read_results([RESULTS / name for name in AT_ONCE]), nothing, "triton")
+    return [cell for cell in found if cell.peers]
+
+
+def in_turn() -> Iterator[str]:
+    """Their standing, and each beside its best peer."""
+    yield IN_TURN
+    for name in AT_ONCE:
+        yield f"Recorded in [{name}](../bench/results/{name}) with"
+        yield from typed(read_results([RESULTS / name])["command"])
+    cells = compared_in_turn()
+    yield standing_table(cells, TOGETHER).as_markdown()
+    for scheme in dict.fromkeys(cell.scheme for cell in cells):
+        yield layers_table([cell for cell in cells if cell.scheme == scheme]).as_markdown()
 
 
 def section(name: str, heading: str, schemes: tuple[str, ...]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.reference import fused_experts_ref
-from tmoe.bench import peers
+from tmoe.bench import peer, peers
 from tmoe.bench.cases import experts_case, prepared_weights
 from tmoe.bench.reference import experts_in
 from tmoe.bench.roofline import ROOFS, Roof, Work, experts_work
@@ -106,7 +106,7 @@ def test_peers_that_run_anywhere_are_right(backend, routing):
 
 @pytest.mark.parametrize("backend", ["vllm", "triton_kernels", "sonicmoe", "flashinfer"])
 def test_a_peer_that_is_not_installed_says_so(backend, monkeypatch):
-    monkeypatch.setattr(peers, "installed_version", lambda package: None)
+    monkeypatch.setattr(peer, "installed_version", lambda package: None)
     package = peers.PEERS[backend].package
     with pytest.raises(peers.Missing, match=f"{backend} needs {package}, which isn't installed"):
         case(backend)
@@ -126,7 +126,7 @@ def stand_in(monkeypatch):
     """Modules with these functions, in the place of a library that counts as installed."""
 
     def put(**modules):
-        monkeypatch.setattr(peers, "installed_version", lambda _: "1.0")
+        monkeypatch.setattr(peer, "installed_version", lambda _: "1.0")
         for name, functions in modules.items():
             module = ModuleType(name)
             vars(module).update(functions)
@@ -136,7 +136,7 @@ def stand_in(monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_says_why(monkeypatch):
-    monkeypatch.setattr(peers, "installed_version", lambda _: "1.0")
+    monkeypatch.setattr(peer, "installed_version", lambda _: "1.0")
     monkeypatch.setitem(sys.modules, "sonicmoe", None)
     with pytest.raises(peers.Missing, match="sonicmoe can't be imported"):
         case("sonicmoe")
@@ -165,6 +165,38 @@ def test_vllm_is_called_as_it_is(stand_in):
 
     stand_in(vllm__model_executor__layers__fused_moe={"fused_experts": fused_experts})
     case("vllm").verify()
+
+
+def _multiply_codes(x, first, second, topk_weights, topk_ids, config):
+    """What vLLM's FP8 layers compute, from codes and the scales that they were told of."""
+    per_row, block = config["per_out_ch_quant"], config["block_shape"]
+    weights = []
+    for codes, scale in ((first, config["w1_scale"]), (second, config["w2_scale"])):
+        if block is not None:
+            scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            scale = scale[:, : codes.shape[1], : codes.shape[2]]
+        elif not per_row:
+            scale = scale[:, None, None]
+        weights.append(codes.to(x.dtype) * scale.to(x.dtype))
+    return fused_experts_ref(x, *weights, topk_weights, topk_ids, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_vllm_is_told_of_scales(stand_in, scheme):
+    """A weight's by expert, by row with a column of its own, or by block; static ones of rows."""
+    told = {}
+
+    def fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, quant_config):
+        told.update(quant_config)
+        return _multiply_codes(hidden_states, w1, w2, topk_weights, topk_ids, quant_config)
+
+    moe = "vllm__model_executor__layers__fused_moe"
+    config = {"fp8_w8a8_moe_quant_config": lambda **given: given}
+    stand_in(**{moe: {"fused_experts": fused_experts}, f"{moe}__config": config})
+    case("vllm", scheme).verify()
+    assert (told["a1_scale"] is not None) == (scheme == "fp8_tensor")
+    assert told["per_act_token_quant"] == told["per_out_ch_quant"] == (scheme == "fp8_channel")
+    assert told["block_shape"] == ([128, 128] if scheme == "fp8_block" else None)
 
 
 def test_sonicmoe_gets_experts_last(stand_in, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.product_tables import DENSE, GROUPED, products_of
-from bench.write_docs import PRODUCTS, RESULTS, ROOT, TOGETHER, compared
+from bench.write_docs import PRODUCTS, RESULTS, ROOT, TOGETHER, compared, compared_in_turn
 from tmoe.bench.records import read_cells, read_recorded, read_results
 from tmoe.bench.roofline import ROOFS
 from tmoe.formats import SCHEMES
@@ -96,6 +96,21 @@ def test_what_it_says_of_quantised_weights():
     link = "[together](docs/performance.md#beside-others)"
     said = f"The {len(together)} cells of bf16 and FP8 {link}"
     assert f"{said}: {over_vllm:.2f} × vLLM, {over_best:.2f} × the best peer." in WORDS
+
+
+def test_what_it_says_of_peers_in_the_same_session():
+    cells = compared_in_turn()
+    over_vllm = geometric_mean([cell.peers["vllm"] / cell.us for cell in cells])
+    over_best = geometric_mean([cell.speedup for cell in cells])
+    behind = sorted((cell for cell in cells if cell.loses), key=lambda cell: cell.speedup)
+    assert (behind[0].shape, behind[0].tokens, behind[0].scheme) == ("olmoe", 8192, "bfloat16")
+    lost = [100 / cell.speedup - 100 for cell in behind[:2]]
+    said = (
+        f"{over_vllm:.2f} × vLLM, {over_best:.2f} × the best peer of {len(cells)} cells, with a "
+        f"peer ahead in {len(behind)} (OLMoE at 8192 tokens in bf16 by {lost[0]:.0f} %, the others "
+        f"by up to {lost[1]:.0f} %)"
+    )
+    assert said in WORDS
 
 
 def test_what_it_says_of_the_demos_model():

@@ -13,7 +13,7 @@ from bench import training
 from bench.product_tables import DENSE, GROUPED, OF_A_STEP, where_a_step_goes
 from bench.training_tables import training_tables
 from tests.reference import fused_experts_ref
-from tmoe.bench import peers
+from tmoe.bench import peer
 from tmoe.bench.activation_memory import Peaks
 from tmoe.bench.gradients import experts_gradients_ref
 from tmoe.bench.shapes import TINY, routed_inputs
@@ -35,7 +35,7 @@ def here(monkeypatch):
 
 
 def stand_in(monkeypatch, **modules):
-    monkeypatch.setattr(peers, "installed_version", lambda _: "1.0")
+    monkeypatch.setattr(peer, "installed_version", lambda _: "1.0")
     for name, functions in modules.items():
         module = ModuleType(name)
         vars(module).update(functions)
@@ -55,7 +55,7 @@ def test_ours_and_what_runs_anywhere(here, capsys):
 
 
 def test_a_peer_that_is_not_installed_is_said(here, monkeypatch):
-    monkeypatch.setattr(peers, "installed_version", lambda _: None)
+    monkeypatch.setattr(peer, "installed_version", lambda _: None)
     for row in rows(OTHERS):
         assert "which isn't installed" in row["failed"] and "us" not in row
         assert row["failed"] in training._line(row)
