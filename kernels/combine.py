@@ -15,13 +15,15 @@ from torch import Tensor
 
 from tmoe.kernels.casts import narrow, widen
 from tmoe.kernels.launch import cdiv, launch, next_power_of_2, pdl_options
+from tmoe.kernels.sort import OneToken, token_expert
 
 
 @triton.jit
 def _combine_kernel(
     out_ptr,  # (T, H)  written
-    rows_ptr,  # (S, H)  weighted expert outputs, sorted by expert
-    slot_to_row_ptr,  # (T, K) int32; -1 = not local
+    rows_ptr,  # (S, H)  weighted expert outputs
+    slot_to_row_ptr,  # (T, K) int32; -1 = not local; or None
+    token,  # of `token_expert`, if T is 1 and its rows are its slots; or None
     H, stride_out_t, stride_out_h, stride_rows,
     K: tl.constexpr, BLOCK_H: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,23 +36,30 @@ def _combine_kernel(
     mask_h = offs_h < H
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(slot_to_row_ptr + t * K + k).to(tl.int64)
+        if token is None:
+            row = tl.load(slot_to_row_ptr + t * K + k).to(tl.int64)
+        else:
+            row = tl.where(token_expert(token, k)[1], k, -1).to(tl.int64)
         x = tl.load(rows_ptr + row * stride_rows + offs_h, mask=mask_h & (row >= 0), other=0.0)
         acc += widen(x).to(tl.float32)
     out_ptrs = out_ptr + t * stride_out_t + offs_h.to(tl.int64) * stride_out_h
     tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=mask_h)
 
 
-def combine(rows: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
+def combine(rows: Tensor, slot_to_row: Tensor | OneToken, out: Tensor) -> Tensor:
     """Write the sum of each token's rows (S, H) to `out` (T, H) and return it. `rows` has unit
     column stride."""
-    (T, K), H = slot_to_row.shape, out.shape[1]
+    if isinstance(slot_to_row, OneToken):
+        slots, token, K = None, slot_to_row.token, slot_to_row.most_tiles
+    else:
+        slots, token, K = slot_to_row, None, slot_to_row.shape[1]
+    T, H = out.shape
     if out.numel() == 0:
         return out
     block_h = min(1024, max(16, next_power_of_2(H)))
     launch(
         _combine_kernel, (T, cdiv(H, block_h)),
-        out, rows, slot_to_row, H, out.stride(0), out.stride(1), rows.stride(0),
+        out, rows, slots, token, H, out.stride(0), out.stride(1), rows.stride(0),
         K=K, BLOCK_H=block_h, **pdl_options(out.device),
     )  # fmt: skip
     return out

@@ -69,12 +69,12 @@ def compute_tile(
     AHEAD: tl.constexpr = (BLOCK_M >= 64 or IN_THREAD_ORDER) and not CODES.block_scaled
     rows = first_row + tl.arange(0, BLOCK_M)
     in_expert = rows < end_row
-    slots = rows
-    if GATHER or ROW_WEIGHT != "none":
+    # Rows past the expert's end and columns past N are computed from valid ones, never stored.
+    valid_rows = tl.where(in_expert, rows, first_row)
+    slots = valid_rows
+    if row_to_slot_ptr is not None and (GATHER or ROW_WEIGHT != "none"):
         slots = tl.load(row_to_slot_ptr + rows, mask=in_expert, other=0)
-
-    # Rows past the expert's end and columns past N are computed from 0 or valid ones, never stored.
-    a_rows = slots // top_k if GATHER else tl.where(in_expert, rows, first_row)
+    a_rows = slots // top_k if GATHER else valid_rows
     w_rows = weight_rows(tile_n, tl.arange(0, COLUMNS), N, GATED, INTERLEAVED, BLOCK_N)
     offs_a, offs_w = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_W)
     if not A_IS_DESC:

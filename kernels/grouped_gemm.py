@@ -42,7 +42,7 @@ from tmoe.kernels.launch import (
     supports_tma,
 )
 from tmoe.kernels.low_rank import NO_ARGUMENTS, LowRankRows
-from tmoe.kernels.sort import SortedTokens
+from tmoe.kernels.sort import OneToken, SortedTokens, token_expert
 from tmoe.kernels.tiles import Tile
 from tmoe.kernels.weight_codes import PLAIN, Scales
 
@@ -66,10 +66,11 @@ def _grouped_gemm_kernel(
     row_weight_ptr,  # (T·K,)  routing weight of each slot; or None
     low_ptr,  # (S, R)  rows times an adapter's first factor; or None
     up_ptr,  # (E, N, R); GATED: (E, 2N, R)  its second factor; or None
-    row_to_slot_ptr,  # (S,)
-    tiles_ptr,  # (max_tiles, 3)  expert, first row, end row
-    num_tiles_ptr,  # (1,)
-    max_tiles, N, D, top_k, stride_out, stride_before, a_strides, w_strides,
+    row_to_slot_ptr,  # (S,), or None
+    tiles_ptr,  # (max_tiles, 3)  expert, first row, end row; or None
+    num_tiles_ptr,  # (1,), or None
+    token,  # of `token_expert` instead of these three, if rows are the slots of one; or None
+    max_tiles, top_k, N, D, stride_out, stride_before, a_strides, w_strides,
     a_scale_strides, w_scale_strides, w_global_strides, a_blocks_strides,
     stride_out_scale, bias_strides, R, stride_low, up_strides, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -97,7 +98,8 @@ def _grouped_gemm_kernel(
         a_blocks_ptr, a_blocks_strides,
     )  # fmt: skip
     adapter = (low_ptr, up_ptr, R, stride_low, up_strides)
-    num_tiles = tl.load(num_tiles_ptr)
+    if token is None:
+        num_tiles = tl.load(num_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     if PERSISTENT:
         start, step = tl.program_id(0), tl.num_programs(0)
@@ -113,15 +115,19 @@ def _grouped_gemm_kernel(
     else:
         # In the order that max_tiles would have, so that no load has to wait for num_tiles.
         tile_m, tile_n = tile_position(tl.program_id(0), max_tiles, tiles_n, GROUP_M)
-        tile = load_tile(tiles_ptr, tile_m)
-        if HALVE_TAILS and tile_m < num_tiles and tile[2] - tile[1] <= BLOCK_M // 2:
+        if token is None:
+            tile, is_tile = load_tile(tiles_ptr, tile_m), tile_m < num_tiles
+        else:
+            expert, is_tile = token_expert(token, tile_m)
+            tile = (expert, tile_m, tile_m + 1)
+        if HALVE_TAILS and is_tile and tile[2] - tile[1] <= BLOCK_M // 2:
             compute_tile(
                 operands, problem, scales, adapter, a_half, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
                 A_IS_DESC, W_IS_DESC, D_IS_LAST, EVEN_D, PRECISION, NUM_STAGES,
                 BLOCK_M // 2, BLOCK_N, BLOCK_D, BLOCK_R,
             )  # fmt: skip
-        elif tile_m < num_tiles:
+        elif is_tile:
             compute_tile(
                 operands, problem, scales, adapter, a, tile, tile_n,
                 ACTIVATION, GATED, INTERLEAVED, GATHER, ROW_WEIGHT, CODES,
@@ -136,7 +142,7 @@ def grouped_gemm(
     out: Tensor,
     a: Tensor,
     w: Tensor,
-    order: SortedTokens,
+    order: SortedTokens | OneToken,
     tile: Tile,
     *,
     scales: Scales = PLAIN,
@@ -154,7 +160,7 @@ def grouped_gemm(
 ) -> Tensor:
     """Write act(a @ w[e].T + bias[e]) for the rows of each expert e to `out` (S, N) and return it.
 
-    a: (S, D) in expert order, or with `gather` (T, D) in token order. w: (E, N, D), if `gated`
+    a: (S, D) in that order, or with `gather` (T, D) in token order. w: (E, N, D), if `gated`
     (E, 2N, D) with the up rows after the gate rows or, `interleaved`, row by row. bias: (E, N) or
     (E, 2N). row_weight: (T·K,) contiguous, multiplied into the result, or with `weight_on_input`
     into a. `out` has unit column stride; a, w and out share one dtype: fp32, fp16 or bf16. Rows
@@ -166,21 +172,21 @@ def grouped_gemm(
     or, if w is, float8_e4m3fn, and `out` of any float dtype. With scales of a's blocks a holds
     codes too, perhaps packed (S, D / 2); a GPU with block-scaled matmul units is needed. With
     scales of the result `out` is float8_e4m3fn. A specialised tile is for what `fp8_blocks_gemm`
-    takes.
+    takes. One token needs a tile that is neither that nor persistent.
     """
     if tile.specialized:
-        assert adapter is None and before is None
+        assert isinstance(order, SortedTokens) and adapter is None and before is None
         return fp8_blocks_gemm(
             out, a, w, order, tile, scales, bias=bias, row_weight=row_weight,
             activation=activation, gated=gated, interleaved=interleaved, alpha=alpha, limit=limit,
         )  # fmt: skip
     N, D = out.shape[1], a.shape[1] * (2 if scales.a_packed else 1)
-    max_tiles = order.tiles.shape[0]
-    programs = max_tiles * cdiv(N, tile.block_n)
+    programs = order.most_tiles * cdiv(N, tile.block_n)
     if programs == 0:
         return out
     columns = tile.block_n * (2 if gated else 1)
     if tile.persistent:
+        assert isinstance(order, SortedTokens)
         programs = min(programs, num_multiprocessors(out.device))
     if scales.weight is not None and scales.row_blocks is None:
         if a.dtype != w.dtype or not multiplies_fp8(out.device):
@@ -200,9 +206,8 @@ def grouped_gemm(
         _grouped_gemm_kernel, (programs,),
         out if scales.out is None else out.view(torch.uint8), before,
         a_tiles or a, a_halves or a, w_tiles or w, *scales.tensors,
-        bias, row_weight, low, up, order.row_to_slot, order.tiles, order.num_tiles,
-        max_tiles, N, D, order.top_k, out.stride(0),
-        0 if before is None else before.stride(0), a.stride(), w.stride(),
+        bias, row_weight, low, up, *order.arguments,
+        N, D, out.stride(0), 0 if before is None else before.stride(0), a.stride(), w.stride(),
         *scales.strides,
         (0, 0) if bias is None else bias.stride(), rank, stride_low, up_strides,
         alpha, None if limit == math.inf else limit,

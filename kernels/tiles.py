@@ -55,6 +55,12 @@ class LayerTiles:
     max_rows: float = math.inf  # rows per expert, on average
     max_intermediate: float = math.inf  # I
 
+    @property
+    def take_one_token(self) -> bool:
+        """Whether the rows of a single token can stay in the order of its slots."""
+        tiles = (self.gate_up, self.down)
+        return not any(tile.persistent or tile.specialized for tile in tiles)
+
     def __post_init__(self) -> None:
         assert self.gate_up.block_m == self.down.block_m, "one list of row tiles serves both"
 
@@ -104,26 +110,29 @@ HOPPER_FP8 = (
     LayerTiles(Tile(8, 64, 256, 4, 4), Tile(8, 64, 256, 4, 4), 5),
     LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
-    LayerTiles(Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48),
+    LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48),
     LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True)),
 )
 # With scales for 128 of the depth a step has sums of its own beside the total, hence half the tile.
 # Three such programs share a multiprocessor: while one applies scales, another multiplies. Narrow
 # experts again have tiles of their own: a down projection of one or two steps wants wide ones.
 HOPPER_FP8_BLOCKS = (
-    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 1 / 8),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 128, 128, 4, 4), 1 / 4, max_intermediate=2048),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 1 / 4),
     LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 128, 128, 4, 4), 5, max_intermediate=256),
-    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 5),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 128, 128, 4, 4), 2),
+    LayerTiles(Tile(8, 32, 128, 2, 6), Tile(8, 128, 128, 4, 6), 5),
     LayerTiles(Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
-    LayerTiles(Tile(64, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), 48),
+    LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48, max_intermediate=1024),
+    LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4), 48),
     LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4), 96),
     LayerTiles(Tile(64, 64, 128, 4, 3, group_m=32), Tile(64, 128, 128, 4, 3, group_m=32)),
 )
 # Specialised warps have tiles of one size: twice as high and wide, for which half as much is read
 # from L2. As many row tiles go together as share an expert's weights, so that these are read once.
 HOPPER_FP8_BLOCKS_SPECIALIZED = (
-    *HOPPER_FP8_BLOCKS[:5],
+    *HOPPER_FP8_BLOCKS[:9],
     LayerTiles(
         Tile(128, 128, 128, 4, 4, group_m=16, specialized=True),
         Tile(128, 256, 128, 4, 4, group_m=16, specialized=True),

@@ -1,7 +1,8 @@
 """The experts as Triton kernels: sort, gate_up with its activation, down with its weights, combine.
 
 Four launches, nothing between them: no permuted copy of the input, no host sync, no allocation that
-depends on data. A call allocates the (S, I) intermediate, the (S, H) rows and some index arrays.
+depends on data. A single token isn't sorted, so its launches are three. A call allocates the (S, I)
+intermediate, the (S, H) rows and some index arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tmoe.kernels.clear_tail import clear_tail
 from tmoe.kernels.combine import combine
 from tmoe.kernels.grouped_gemm import grouped_gemm
 from tmoe.kernels.replay import Replays
-from tmoe.kernels.sort import sort_tokens, tile_rows
+from tmoe.kernels.sort import tile_rows
 from tmoe.kernels.tiles import LayerTiles
 
 from ..dispatch.backend import NO_ADAPTERS, NO_SCALES, Replayed
@@ -41,6 +42,7 @@ from ..options import current
 from ..routing import Routing
 from .triton_candidates import candidates
 from .triton_frozen import frozen_backward, frozen_gemm_backward
+from .triton_inputs import order_tokens
 from .triton_low_rank import low_rank_rows
 from .triton_quantized import (
     form,
@@ -236,9 +238,8 @@ class TritonBackend:
             intermediate=I,
             interleaved=spec.interleaved,
         )
-        order = sort_tokens(
-            topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
-        )
+        adapted = any(factor is not None for factor in adapters)
+        order = order_tokens(topk_ids, spec, E, tiles, by_expert=adapted or before is not None)
         weights = topk_weights.contiguous()
         on_input, on_output = (weights, None) if spec.weight_on_input else (None, weights)
         adapter = low_rank_rows(x, adapters.gate_up_a, adapters.gate_up_b, order, gather=True)

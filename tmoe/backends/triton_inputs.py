@@ -1,4 +1,4 @@
-"""Rows on their way into a GEMM with quantised weights: rounded, as numbers or as codes."""
+"""Rows on their way into a GEMM: their order and, for quantised weights, how they are rounded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ from tmoe.kernels.quantize_fp8 import quantize_fp8
 from tmoe.kernels.quantize_mx import dequantize_mx, quantize_mx
 from tmoe.kernels.quantize_nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from tmoe.kernels.quantize_ref import Rows
+from tmoe.kernels.sort import OneToken, SortedTokens, sort_tokens
 from tmoe.kernels.spread_codes import spread_codes
+from tmoe.kernels.tiles import LayerTiles
 
+from ..dispatch.problem import ExpertsSpec
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.compute import block_of
 from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
+
+
+def order_tokens(
+    topk_ids: Tensor, spec: ExpertsSpec, num_experts: int, tiles: LayerTiles, *, by_expert: bool
+) -> SortedTokens | OneToken:
+    """Which rows are whose; the slots of a single token stay as they are, unless `by_expert`."""
+    block_m = tiles.gate_up.block_m
+    if len(topk_ids) == 1 and tiles.take_one_token and not by_expert:
+        return OneToken(topk_ids, spec.first_expert, num_experts, block_m)
+    return sort_tokens(
+        topk_ids, num_experts=num_experts, first_expert=spec.first_expert, block_m=block_m
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +45,14 @@ class Inputs:
 
 
 def round_rows(
-    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor, *,
+    x: Tensor, recipe: Recipe, scale: Tensor | None, rows: Rows, expert_offsets: Tensor | None, *,
     scales_by_column: bool, copies: Tensor | None = None,
 ) -> Inputs:  # fmt: skip
     """Some rows of x, rounded. Where no unit multiplies codes together with fine scales, those are
     multiplied out: what the format holds, as numbers of x's dtype.
 
-    A static scale is one number or, if the rows are in expert order, (E,). scales_by_column and
-    copies: as for `quantize_fp8`.
+    A static scale is one number or, if the rows are in expert order, (E,). expert_offsets: of that
+    order. scales_by_column and copies: as for `quantize_fp8`.
     """
     format, of_experts = recipe.format, scale is not None and scale.numel() > 1
     keep = multiplies_block_scaled(x.device)
@@ -73,13 +88,16 @@ def round_rows(
     )
 
 
-def take_codes(x: QuantizedTensor, slot_to_row: Tensor, specialized: bool) -> tuple[Inputs, bool]:
+def take_codes(
+    x: QuantizedTensor, order: SortedTokens | OneToken, specialized: bool
+) -> tuple[Inputs, bool]:
     """Rows that were quantised before, as `round_rows` would have made them of what they were made
     of; and whether they are to be gathered."""
     format = FORMATS[x.format]
     if format.scale is FLOAT32:
         if specialized:
-            return Inputs(*spread_codes(x.data, x.scale, slot_to_row)), False
+            assert isinstance(order, SortedTokens)
+            return Inputs(*spread_codes(x.data, x.scale, order.slot_to_row)), False
         return Inputs(x.data, x.scale), True
     g = x.global_scale
     if multiplies_block_scaled(x.device):
@@ -90,10 +108,11 @@ def take_codes(x: QuantizedTensor, slot_to_row: Tensor, specialized: bool) -> tu
     return Inputs(dequantize_mx(x.data, x.scale, element=element, dtype=x.dtype)), True
 
 
-def scale_of_rows(of_experts: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
+def scale_of_rows(of_experts: Tensor, expert_offsets: Tensor | None, num_rows: int) -> Tensor:
     """One number as (); (E,) as (S,): each row has its expert's."""
     if of_experts.numel() == 1:
         return of_experts.float().reshape(())
+    assert expert_offsets is not None, "rows in expert order"
     row = torch.arange(num_rows, device=of_experts.device, dtype=expert_offsets.dtype)
     expert = torch.searchsorted(expert_offsets[1:], row, right=True)
     return of_experts.float()[expert.clamp(max=len(of_experts) - 1)]

@@ -17,7 +17,7 @@ from tmoe.kernels.launch import (
     specializes_warps,
 )
 from tmoe.kernels.quantize_ref import ALL_ROWS, Rows
-from tmoe.kernels.sort import SortedTokens, sort_tokens, tile_rows
+from tmoe.kernels.sort import OneToken, SortedTokens, tile_rows
 from tmoe.kernels.tiles import LayerTiles
 from tmoe.kernels.used_tokens import used_tokens
 from tmoe.kernels.weight_codes import Scales
@@ -38,7 +38,7 @@ from ..formats.format import FLOAT32
 from ..formats.recipe import Recipe
 from ..formats.scheme import SCHEMES
 from ..options import current
-from .triton_inputs import Inputs, round_rows, scale_of_rows, take_codes
+from .triton_inputs import Inputs, order_tokens, round_rows, scale_of_rows, take_codes
 from .triton_low_rank import low_rank_rows
 from .triton_tiles import Tiles
 
@@ -94,16 +94,17 @@ def quantized_experts(
     (T, K), (E, H, I) = topk_ids.shape, down_proj.shape
     S, activation, inputs = T * K, spec.activation, SCHEMES[spec.scheme].inputs
     tiles = _tiles(all_tiles, x, gate_up_proj, down_proj, spec, S / spec.num_experts, plain_rows)
-    order = sort_tokens(
-        topk_ids, num_experts=E, first_expert=spec.first_expert, block_m=tiles.gate_up.block_m
-    )
+    by_expert = plain_rows or _rounds_by_expert(inputs, scales, spec)
+    order = order_tokens(topk_ids, spec, E, tiles, by_expert=by_expert)
     given = scales.input if plain is x else plain  # codes have their scales already
     _expect_static("fused_experts", inputs, input_scale=given, hidden_scale=scales.hidden)
-    weights, offsets = topk_weights.contiguous(), order.expert_offsets
+    weights, offsets, written = topk_weights.contiguous(), None, ALL_ROWS
+    if isinstance(order, SortedTokens):
+        offsets, written = order.expert_offsets, Rows(count=order.expert_offsets[-1:])
     on_input = weights if spec.weight_on_input else None
     a, gather = Inputs(plain), True
     if isinstance(x, QuantizedTensor):
-        a, gather = take_codes(x, order.slot_to_row, tiles.gate_up.specialized)
+        a, gather = take_codes(x, order, tiles.gate_up.specialized)
     elif inputs is not None:
         a, gather = _round_tokens(
             x, inputs, scales.input, order, on_input, tiles.gate_up.specialized
@@ -138,7 +139,7 @@ def quantized_experts(
         a = Inputs(hidden, scale_of_rows(static, offsets, S))
     elif inputs is not None and blocks is None:
         a = round_rows(
-            hidden, inputs, scales.hidden, Rows(count=offsets[-1:]), offsets,
+            hidden, inputs, scales.hidden, written, offsets,
             scales_by_column=tiles.down.specialized,
         )  # fmt: skip
     y = grouped_gemm(
@@ -180,12 +181,14 @@ def _round_tokens(
     x: Tensor,
     recipe: Recipe,
     scale: Tensor | None,
-    order: SortedTokens,
+    order: SortedTokens | OneToken,
     on_input: Tensor | None,
     specialized: bool,
 ) -> tuple[Inputs, bool]:
     """x as the first GEMM takes it, and whether that has to gather it. If not, it is multiplied by
     `on_input` already."""
+    if isinstance(order, OneToken):
+        return round_rows(x, recipe, scale, ALL_ROWS, None, scales_by_column=False), True
     copies, gather = None, True
     if on_input is not None or (scale is not None and scale.numel() > 1):
         # A token's codes differ from row to row.
@@ -230,6 +233,15 @@ def quantized_grouped_gemm(
         )  # fmt: skip
     grouped_gemm(y, rows.data, b.data, order, tile, scales=_scales(b, rows), bias=bias)
     return clear_tail(y, expert_offsets)
+
+
+def _rounds_by_expert(inputs: Recipe | None, scales: StaticScales, spec: ExpertsSpec) -> bool:
+    """Whether rows are rounded together, or each as its expert or its routing weight wants it."""
+    if inputs is None:
+        return False
+    given = [scale for scale in (scales.input, scales.hidden) if scale is not None]
+    of_others = _is_of_all(inputs) and len(given) < 2
+    return of_others or spec.weight_on_input or any(scale.numel() > 1 for scale in given)
 
 
 def _is_of_all(recipe: Recipe) -> bool:
