@@ -54,6 +54,7 @@ class LayerTiles:
     down: Tile
     max_rows: float = math.inf  # rows per expert, on average
     max_intermediate: float = math.inf  # I
+    min_intermediate: int = 0
 
     @property
     def take_one_token(self) -> bool:
@@ -70,7 +71,8 @@ class LayerTiles:
 # experts (TP shards) make few tiles, so theirs are narrower, and at a middling height their short
 # sums (D = I) gain from a persistent down projection. Many rows: 128 × 256 products keep the tensor
 # cores busy, and a program that goes on to the next tile has its first numbers loaded when it comes
-# to it. That is worth more than tails of half the height, unless an expert has few tiles.
+# to it. That is worth more than tails of half the height, unless an expert has few tiles: up to 192
+# rows, and where its sums are long (large I) up to 320.
 HOPPER = (
     LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 256, 64, 8, 4), 5, max_intermediate=256),
     LayerTiles(Tile(8, 32, 256, 4, 4), Tile(8, 64, 256, 4, 3), 5),
@@ -84,12 +86,13 @@ HOPPER = (
     ),
     LayerTiles(Tile(64, 128, 64, 4, 5), Tile(64, 128, 64, 4, 4), 48),
     LayerTiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3, persistent=True), 192),
+    LayerTiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4), 320, min_intermediate=8192),
     LayerTiles(
         Tile(128, 128, 64, 8, 4, persistent=True), Tile(128, 256, 64, 8, 3, persistent=True)
     ),
 )
-# Not measured. Without the last row: with gpt-oss' activation its gate_up would spill registers.
-BLACKWELL = (*HOPPER[:-2], replace(HOPPER[-2], max_rows=math.inf))
+# Not measured. Without the last two: with gpt-oss' activation its gate_up would spill registers.
+BLACKWELL = (*HOPPER[:6], replace(HOPPER[6], max_rows=math.inf))
 PORTABLE = (
     LayerTiles(Tile(16, 32, 64, 4, 3), Tile(16, 64, 64, 4, 3), 16),
     LayerTiles(Tile(64, 64, 32, 4, 3), Tile(64, 128, 32, 4, 3), 64),
@@ -111,6 +114,8 @@ HOPPER_FP8 = (
     LayerTiles(Tile(16, 64, 256, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
     LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48),
+    LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True), 192),
+    LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4), 320, min_intermediate=8192),
     LayerTiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3, persistent=True)),
 )
 # With scales for 128 of the depth a step has sums of its own beside the total, hence half the tile.
@@ -247,7 +252,12 @@ def _first_that_fits(
     table: tuple[LayerTiles, ...], rows: float, intermediate: int, batch_invariant: bool
 ) -> LayerTiles:
     rows = INVARIANT_ROWS if batch_invariant else rows
-    return next(t for t in table if rows <= t.max_rows and intermediate <= t.max_intermediate)
+    return next(
+        tiles
+        for tiles in table
+        if rows <= tiles.max_rows
+        and tiles.min_intermediate <= intermediate <= tiles.max_intermediate
+    )
 
 
 def quantized_tile_table(device: torch.device, kind: str) -> tuple[LayerTiles, ...]:

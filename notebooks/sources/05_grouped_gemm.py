@@ -241,7 +241,7 @@ pictures.show(
 from tmoe.kernels.tiles import HOPPER
 
 for line in HOPPER:
-    if line.max_intermediate == float("inf"):  # narrow experts have rows of their own
+    if (line.min_intermediate, line.max_intermediate) == (0, float("inf")):  # for any width
         t = line.gate_up
         sizes = f"block_m={t.block_m:3}, block_n={t.block_n:3}, block_d={t.block_d:3}"
         print(f"up to {line.max_rows:3} rows per expert: {sizes}")

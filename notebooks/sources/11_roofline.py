@@ -151,7 +151,8 @@ def shared_kib(tile, itemsize=2):
 from tmoe.kernels.tiles import HOPPER
 
 for line in HOPPER:
-    if line.max_intermediate == float("inf") and not line.gate_up.persistent:
+    for_any_width = (line.min_intermediate, line.max_intermediate) == (0, float("inf"))
+    if for_any_width and not line.gate_up.persistent:
         t = line.gate_up
         size = f"{t.block_m:3} × {t.block_n:3} × {t.block_d:3}"
         print(f"block {size}, {t.num_stages} stages: {shared_kib(t):3.0f} KiB")

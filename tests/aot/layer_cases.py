@@ -105,7 +105,9 @@ def at_every_tile(layer: Layer, dtype: torch.dtype) -> list[Case]:
     for row in tile_table(DEVICE, dtype):
         tokens = max(1, fewest * layer.E // layer.K)
         narrow = row.max_intermediate < layer.I
-        fitting = replace(layer, I=int(row.max_intermediate)) if narrow else layer
+        fitting = replace(
+            layer, I=int(row.max_intermediate) if narrow else max(layer.I, row.min_intermediate)
+        )
         cases.append(fitting.case(tokens, dtype))
         if not narrow and row.max_rows < math.inf:
             fewest = int(row.max_rows) + 1
