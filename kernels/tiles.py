@@ -124,20 +124,20 @@ HOPPER_FP8 = (
 HOPPER_FP8_BLOCKS = (
     LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 128, 128, 4, 4), 1 / 4, max_intermediate=2048),
     LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 64, 128, 4, 6), 1 / 4),
+    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 128, 128, 4, 4), 2, min_intermediate=512),
     LayerTiles(Tile(16, 64, 128, 4, 6), Tile(16, 128, 128, 4, 4), 5, max_intermediate=256),
-    LayerTiles(Tile(8, 32, 128, 4, 6), Tile(8, 128, 128, 4, 4), 2),
     LayerTiles(Tile(8, 32, 128, 2, 6), Tile(8, 128, 128, 4, 6), 5),
     LayerTiles(Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4), 12),
     LayerTiles(Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4), 24),
     LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 3), 48, max_intermediate=1024),
-    LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4), 48),
     LayerTiles(Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4), 96),
     LayerTiles(Tile(64, 64, 128, 4, 3, group_m=32), Tile(64, 128, 128, 4, 3, group_m=32)),
 )
 # Specialised warps have tiles of one size: twice as high and wide, for which half as much is read
 # from L2. As many row tiles go together as share an expert's weights, so that these are read once.
 HOPPER_FP8_BLOCKS_SPECIALIZED = (
-    *HOPPER_FP8_BLOCKS[:9],
+    *HOPPER_FP8_BLOCKS[:8],
+    replace(HOPPER_FP8_BLOCKS[8], max_rows=48),
     LayerTiles(
         Tile(128, 128, 128, 4, 4, group_m=16, specialized=True),
         Tile(128, 256, 128, 4, 4, group_m=16, specialized=True),
