@@ -23,7 +23,8 @@ from tmoe.bench.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-NAMES = ("layer", "shapes", "routings", "tokens", "quantized")  # as `bench.record` calls them
+# As `bench.record` calls them; of a cell that was recorded twice the last one here counts.
+NAMES = ("layer", "shapes", "routings", "tokens", "quantized", "beside", "beside_fp8")
 RECORDS = [
     str(path.relative_to(ROOT))
     for path in (RESULTS / f"h200_{name}.json" for name in NAMES)
@@ -40,7 +41,7 @@ Cell = tuple[RankLayer, float]  # and its microseconds
 
 def read_cells(paths: Sequence[Path]) -> dict[str, list[Cell]]:
     """The layers that the Triton backend ran on an H200, by scheme."""
-    found: dict[str, list[Cell]] = {}
+    found: dict[str, dict[RankLayer, float]] = {}
     for path in paths:
         for bench in json.loads(path.read_text())["benchmarks"]:
             info = bench["extra_info"]
@@ -48,8 +49,8 @@ def read_cells(paths: Sequence[Path]) -> dict[str, list[Cell]]:
             if ours and info["device"] == "NVIDIA H200":
                 scheme, routing = info.get("scheme", "bf16"), info.get("routing", "random")
                 layer = RankLayer(SHAPES[info["shape"]], info["tokens"], scheme, routing)
-                found.setdefault(scheme, []).append((layer, info["us"]))
-    return found
+                found.setdefault(scheme, {})[layer] = info["us"]
+    return {scheme: list(cells.items()) for scheme, cells in found.items()}
 
 
 def roof_of_scheme(scheme: str) -> Roof:

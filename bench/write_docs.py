@@ -84,7 +84,8 @@ and which versions were recorded, is in [bench/README.md](../bench/README.md#pee
 IN_TURN = """### In one session
 
 The peers above were recorded in another session, on a GPU that may have been cooler. Here each cell
-was measured of everybody in turn, in one process, by this folder's adapters.
+was measured of everybody in turn, in one process, by this folder's adapters: bf16 in one session,
+FP8 in a later one with newer kernels.
 """
 
 TRAINED = """## Training: forward and backward

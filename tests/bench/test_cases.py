@@ -81,11 +81,11 @@ def test_the_reference_of_benchmarks_is_that_of_the_suite():
         torch.testing.assert_close(mine, fused_experts_ref(*layer, weight_on_input=on_input))
 
 
-def case(backend, scheme="bf16", dtype=torch.float32, routing="random", tokens=5):
+def case(backend, scheme="bf16", dtype=torch.float32, routing="random", tokens=5, shape=TINY):
     torch.manual_seed(0)
-    weights = prepared_weights(random_weights(TINY, CPU, dtype), scheme)
+    weights = prepared_weights(random_weights(shape, CPU, dtype), scheme)
     options = {"scheme": scheme, "routing": routing, "device": CPU, "dtype": dtype}
-    return experts_case(TINY, tokens, backend, weights, **options)
+    return experts_case(shape, tokens, backend, weights, **options)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block"])
@@ -193,10 +193,15 @@ def test_vllm_is_told_of_scales(stand_in, scheme):
     moe = "vllm__model_executor__layers__fused_moe"
     config = {"fp8_w8a8_moe_quant_config": lambda **given: given}
     stand_in(**{moe: {"fused_experts": fused_experts}, f"{moe}__config": config})
-    case("vllm", scheme).verify()
+    whole_blocks = replace(TINY, hidden=128, intermediate=256)
+    case("vllm", scheme, shape=whole_blocks).verify()
     assert (told["a1_scale"] is not None) == (scheme == "fp8_tensor")
     assert told["per_act_token_quant"] == told["per_out_ch_quant"] == (scheme == "fp8_channel")
     assert told["block_shape"] == ([128, 128] if scheme == "fp8_block" else None)
+    if scheme == "fp8_block":
+        for sizes in ({"hidden": 192}, {"intermediate": 64}):
+            with pytest.raises(peers.Missing, match="whole blocks of 128"):
+                case("vllm", scheme, shape=replace(whole_blocks, **sizes))
 
 
 def test_sonicmoe_gets_experts_last(stand_in, monkeypatch):

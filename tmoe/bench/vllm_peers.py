@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import QuantizedTensor
-from .peer import Layer, Peer, Weight, module
+from .peer import Layer, Missing, Peer, Weight, module
 
 MOE = "vllm.model_executor.layers.fused_moe"
 MOST_TOKENS = 16384  # for which CUTLASS keeps buffers
@@ -37,6 +37,9 @@ def _call(
 
 def _fp8(first: QuantizedTensor, second: QuantizedTensor, scheme: str, **scales: Tensor) -> Any:
     """How it wants to be told what the codes mean. Without static scales it computes them."""
+    if scheme == "fp8_block" and (first.shape[2] % 128 or second.shape[2] % 128):
+        sizes = f"H={first.shape[2]}, I={second.shape[2]}"
+        raise Missing(f"vLLM rounds rows in whole blocks of 128, which {sizes} aren't made of")
     per_channel = scheme == "fp8_channel"
     w1_scale, w2_scale = (
         w.scale.unsqueeze(-1) if per_channel else w.scale for w in (first, second)
