@@ -155,7 +155,8 @@ lesson.show(_combine_kernel, "t = tl.program_id(0)", "tl.store")
 # * The grid has two numbers. `program_id(0)` is the token, `program_id(1)` which block of its H columns.
 # * `offs_h` are the columns of this program, and `mask_h` says which of them exist.
 # * For each of the K experts: load the row's number from the table, then that row's columns. `row >= 0` is part of the
-#   mask, since −1 stands for "this expert isn't here".
+#   mask, since −1 stands for "this expert isn't here". (`token` is None, unless a layer has one token only: its rows
+#   need no table, since row k is the answer of its expert k.)
 # * `other=0.0` is what masked lanes get in place of a number.
 # * `tl.static_range(K)` is a loop that the compiler writes out K times. `widen` and `narrow` turn 16-bit numbers into
 #   32-bit ones and back.
