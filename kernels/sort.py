@@ -66,7 +66,6 @@ class OneToken:
     topk_ids: Tensor  # (1, K), any integer dtype and strides
     first_expert: int
     num_experts: int  # E
-    block_m: int  # rows per tile, of which one is used
 
     @property
     def most_tiles(self) -> int:

@@ -27,11 +27,13 @@ def order_tokens(
     topk_ids: Tensor, spec: ExpertsSpec, num_experts: int, tiles: LayerTiles, *, by_expert: bool
 ) -> SortedTokens | OneToken:
     """Which rows are whose; the slots of a single token stay as they are, unless `by_expert`."""
-    block_m = tiles.gate_up.block_m
     if len(topk_ids) == 1 and tiles.take_one_token and not by_expert:
-        return OneToken(topk_ids, spec.first_expert, num_experts, block_m)
+        return OneToken(topk_ids, spec.first_expert, num_experts)
     return sort_tokens(
-        topk_ids, num_experts=num_experts, first_expert=spec.first_expert, block_m=block_m
+        topk_ids,
+        num_experts=num_experts,
+        first_expert=spec.first_expert,
+        block_m=tiles.gate_up.block_m,
     )
 
 
