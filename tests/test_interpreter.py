@@ -12,11 +12,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import IncompatibleTypeErrorImpl
 
 import tmoe.kernels.launch  # noqa: F401  (mends the interpreter)
+from tests import operators
 from tmoe.kernels.casts import INTERPRETED, narrow, widen
 
 N = 16
+
+
+@pytest.fixture(autouse=True)
+def _operators_of_triton():
+    """What the tests' operators remember is not what a kernel relies on elsewhere."""
+    operators.forget()
 
 
 @triton.jit
@@ -221,3 +229,53 @@ def test_arithmetic_is_silent(device):
     assert out.tolist() == pytest.approx([math.e, 1.0, *[7.0] * (N - 2)])
     with pytest.raises(RuntimeWarning, match="divide by zero"):
         np.float32(1) / np.float32(0)
+
+
+def _operands() -> list:
+    """Blocks and scalars of every kind, and numbers; inside a kernel, or after one has run."""
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    random, tensors = np.random.default_rng(0), []
+    types = [tl.int1, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32]
+    for element in [*types, tl.pointer_type(tl.float32)]:
+        for shape in [(), (4,), (2, 1)]:
+            data = random.integers(0, 2 if element is tl.int1 else 60, shape or (1,))
+            handle = TensorHandle(data.astype(_get_np_dtype(element)), element)
+            tensors.append(tl.tensor(handle, tl.block_type(element, shape) if shape else element))
+    flags = [x < 30 for x in tensors if x.dtype in (tl.float16, tl.int32)]
+    return [*tensors, *flags, 0, 3, -1, 2**31, 1.0, -0.0, 2.5, True, False, tl.constexpr(3)]
+
+
+REPLACED = [*operators.COMPARISONS, *operators.ARITHMETIC, *operators.REVERSED]
+# What goes through the checks that are replaced too.
+CALLS = {
+    "__rshift__": lambda left, right: left >> right,
+    "__truediv__": lambda left, right: left / right,
+    "maximum": lambda left, right: tl.maximum(left, right),
+    "where": lambda left, right: tl.where(left == left, left, right),
+} | {name: lambda left, right, name=name: getattr(left, name)(right) for name in REPLACED}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels don't run in the interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_that_remember_compute_the_same(name):
+    """Whatever Triton's own operator takes: the same type, dtype and bits at the second time."""
+    _copy_kernel[(1,)](torch.empty(N), torch.zeros(N), N, BLOCK=N)  # replaces the language
+    taken = 0
+    for left in [x for x in _operands() if isinstance(x, tl.tensor)]:
+        for right in _operands():
+            if name in operators.REVERSED and isinstance(right, tl.tensor):
+                continue  # never happens: Python asks the left one
+            operators.forget()
+            try:
+                own = CALLS[name](left, right)
+            except (TypeError, ValueError, AttributeError, IncompatibleTypeErrorImpl):
+                continue
+            remembered, taken = CALLS[name](left, right), taken + 1
+            assert remembered.type == own.type and remembered.shape == own.shape
+            assert remembered.handle.dtype == own.handle.dtype
+            assert remembered.handle.data.dtype == own.handle.data.dtype
+            assert remembered.handle.data.shape == own.handle.data.shape
+            assert remembered.handle.data.tobytes() == own.handle.data.tobytes()
+    assert taken > 100

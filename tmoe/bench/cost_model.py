@@ -81,8 +81,7 @@ class RankLayer:
     def load(self) -> Load:
         """Of the busiest rank. Experts are dealt out by popularity, one to each rank in turn, and
         of `ep` ranks with m rows on average the busiest has about m + sqrt(2 m ln ep)."""
-        here = chances(self.shape.num_experts, self.shape.top_k, self.routing)[:: self.ep]
-        return self.load_of(here)
+        return _load_of_busiest(self)
 
     def load_of(self, here: Sequence[float]) -> Load:
         """Of a rank whose slots are chosen with these chances; the busiest of its likes."""
@@ -92,6 +91,12 @@ class RankLayer:
             more = 1 + math.sqrt(2 * math.log(self.ep) / mean)
             here = [min(1.0, more * chance) for chance in here]
         return Load.of(here, self.tokens, even=even)
+
+
+@cache  # a fit asks for each layer many times
+def _load_of_busiest(layer: RankLayer) -> Load:
+    here = chances(layer.shape.num_experts, layer.shape.top_k, layer.routing)[:: layer.ep]
+    return layer.load_of(here)
 
 
 def predict(
