@@ -103,7 +103,7 @@ def _plan(original, left, right, result) -> _Plan | None:
     """How to get from operands of these types to such a result; None if it takes more than that."""
     is_number = type(right) is not core.tensor
     a = left.type.scalar
-    b = interpreter_semantic.to_tensor_type(right) if is_number else right.type.scalar
+    b = (interpreter_semantic.to_tensor(right) if is_number else right).type.scalar
     like = _description(result)
     if a.is_ptr() and b.is_int_signed() and original is _ADD:
         number = np.array([right]).astype(np.uint64) if is_number else None
