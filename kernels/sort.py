@@ -15,7 +15,8 @@ Up to RECOUNT_SLOTS slots this is one launch: each program counts all slots itse
 block of slots and writes its share of the tiles. Beyond, two launches count first: block by block,
 then summed up over the blocks.
 
-A single token's slots need no sort (`OneToken`): a launch less is a tenth of what it takes.
+A single token's slots need no sort (`OneToken`): with small experts that launch is a tenth of a
+layer's time.
 """
 
 from __future__ import annotations
