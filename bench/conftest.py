@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,13 +24,12 @@ from tmoe.bench.shapes import (
     SHAPES,
     TINY,
 )
-from tmoe.bench.timing import ROUNDS, DeviceTimer, one_call_at_a_time, round_on_gpu
+from tmoe.bench.timing import ROUNDS, DeviceTimer, one_call_at_a_time, round_on_gpu, warm_up
 from tmoe.shapes import MoEShape, random_weights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-PAUSE_SECONDS = 0.3  # between cases, so that one doesn't inherit the heat of the one before
 MACHINE = machine_info(DEVICE)
 
 if importlib.util.find_spec("triton") is None:  # these time a kernel that has no public function
@@ -170,9 +168,9 @@ def measure_case(timer, benchmark):
         case.verify()
         benchmark.group = case.group
         if HAS_GPU:
-            time.sleep(PAUSE_SECONDS)
             one = round_on_gpu(case.calls)
             timer.calls = one.calls
+            warm_up([one])
             benchmark.pedantic(one.run, setup=one.before, rounds=ROUNDS, warmup_rounds=1)
         else:
             one, calls = one_call_at_a_time(case.calls), len(case.inputs)

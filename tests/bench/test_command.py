@@ -36,10 +36,10 @@ def words(text):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Three rounds that took 1, 2 and 3 µs a call; no pause, and no large matmul."""
-    monkeypatch.setattr(running, "seconds_per_call", lambda calls, device: [2e-6, 1e-6, 3e-6])
+    """Three rounds that took 1, 2 and 3 µs a call; no large matmul."""
+    times = [2e-6, 1e-6, 3e-6]
+    monkeypatch.setattr(running, "seconds_in_turn", lambda rounds, _: [times for _ in rounds])
     monkeypatch.setattr(running, "matmul_tflops", lambda *_: 500.0)
-    monkeypatch.setattr(running, "PAUSE_SECONDS", 0)
 
 
 def test_it_measures_and_writes_everything(tmp_path):

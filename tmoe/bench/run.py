@@ -1,8 +1,7 @@
-"""Measure a selection of layers, one cell after the other."""
+"""Measure a selection of layers, one after the other; backends that are compared, in turn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -20,9 +19,7 @@ from .cases import Case, experts_case, prepared_weights
 from .machine import machine_info
 from .peers import PEERS, Missing
 from .roofline import matmul_tflops
-from .timing import seconds_per_call
-
-PAUSE_SECONDS = 0.3  # before each case on a GPU, so that none inherits the heat of the one before
+from .timing import Round, round_of, seconds_in_turn
 
 # What a cell may end with while the others go on: a wrong result, too little memory, and whatever
 # other people's code raises when it is called in a way, or on a machine, that it wasn't made for.
@@ -78,8 +75,8 @@ def measure(
 ) -> Iterator[Results]:
     """Yield the results so far after each cell; all of them are the same object.
 
-    A result that is wrong, or doesn't fit into memory, is a failure and isn't timed; the rest goes
-    on.
+    Cells that differ in the backend only are timed in turn. A result that is wrong, or doesn't fit
+    into memory, is a failure and isn't timed; the rest goes on.
     """
     machine = machine_info(device)
     machine["matmul_tflops_at_start"] = matmul_tflops(device, dtype)
@@ -88,23 +85,31 @@ def measure(
         make = partial(
             experts_case, shape, weights=weights, scheme=scheme, device=device, dtype=dtype
         )
-        for tokens, routing, backend in product(
-            selection.tokens, selection.routings, selection.backends
-        ):
-            name = f"{shape.name} {scheme} {routing} T={tokens} {backend}"
-            show(name)
-            try:
-                measured = _measure_one(partial(make, tokens, backend, routing=routing), machine)
-                results.benchmarks.append(measured)
-            except (Missing, tmoe.NoBackendError) as reason:
-                results.skipped[f"{backend}, {scheme}"] = str(reason)
-            except WRONG as error:
-                results.failed[name] = f"{type(error).__name__}: {error}"
-            except WRONG_OF_PEERS as error:
-                if backend not in PEERS:
-                    raise
-                results.failed[name] = f"{type(error).__name__}: {error}"
-            yield results
+        for tokens, routing in product(selection.tokens, selection.routings):
+            cell = f"{shape.name} {scheme} {routing} T={tokens}"
+            cases: dict[str, Case] = {}
+            rounds: dict[str, Round] = {}
+            for backend in selection.backends:
+                show(f"{cell} {backend}")
+                try:
+                    cases[backend] = make(tokens, backend, routing=routing)
+                    cases[backend].verify()
+                    rounds[backend] = round_of(cases[backend].calls, device)
+                except (Missing, tmoe.NoBackendError) as reason:
+                    results.skipped[f"{backend}, {scheme}"] = str(reason)
+                except WRONG as error:
+                    results.failed[f"{cell} {backend}"] = f"{type(error).__name__}: {error}"
+                except WRONG_OF_PEERS as error:
+                    if backend not in PEERS:
+                        raise
+                    results.failed[f"{cell} {backend}"] = f"{type(error).__name__}: {error}"
+            times = dict(zip(rounds, seconds_in_turn([*rounds.values()], device), strict=True))
+            for backend in selection.backends:
+                show(f"{cell} {backend}")
+                if backend in times:
+                    results.benchmarks.append(_written(cases[backend], times[backend], machine))
+                yield results
+            del cases, rounds  # what their graphs hold
         del weights, make  # gigabytes: free them before the next layer
     machine["matmul_tflops_at_end"] = matmul_tflops(device, dtype)
     yield results
@@ -129,13 +134,8 @@ def _weights(
             del weights
 
 
-def _measure_one(make: Callable[[], Case], machine: dict[str, Any]) -> dict[str, Any]:
-    """Check and time; as pytest-benchmark writes a benchmark."""
-    case = make()
-    case.verify()
-    if case.device.type == "cuda":
-        time.sleep(PAUSE_SECONDS)
-    seconds = seconds_per_call(case.calls, case.device)
+def _written(case: Case, seconds: Sequence[float], machine: dict[str, Any]) -> dict[str, Any]:
+    """As pytest-benchmark writes a benchmark."""
     return {
         "name": f"{case.group} {case.backend}",
         "group": case.group,

@@ -1,11 +1,19 @@
-"""How calls are timed here: by the GPU's own clock, or by the CPU's."""
+"""How calls are timed here: by the GPU's own clock, or by the CPU's.
+
+A GPU under much load lowers its clocks, and raises them again within half a second when the load
+is less. So that none inherits the clocks of what came before (a check in fp64 cost what followed up
+to 13 %), the GPU is busy with the calls themselves before the first round; and what is compared is
+timed in turn, a round of each.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -15,6 +23,7 @@ from ..demo.timing import capture
 Call = Callable[[], object]
 
 ROUNDS = 10
+WARM_SECONDS = 0.5
 LEAD_SECONDS = 1e-3
 CALLS = 20  # at least, in a round: so that what it takes to start a graph is little
 MOST_SECONDS = 5e-3  # of a round, beyond which its inputs are calls enough
@@ -52,6 +61,15 @@ class Round:
     run: Call
     before: Call
     calls: int  # that `run` makes
+    seconds: float = 0.0  # that it takes a GPU, about
+
+
+def round_of(calls: Sequence[Call], device: torch.device) -> Round:
+    """A round of these calls: on a CPU, each of them once."""
+    if device.type == "cpu":
+        return Round(partial(_run, calls), partial(_run, ()), len(calls))
+    with torch.cuda.device(device):
+        return round_on_gpu(calls)
 
 
 def round_on_gpu(calls: Sequence[Call]) -> Round:
@@ -73,7 +91,14 @@ def round_on_gpu(calls: Sequence[Call]) -> Round:
         for _ in range(lead):
             graph.replay()
 
-    return Round(graph.replay, keep_busy, len(calls))
+    return Round(graph.replay, keep_busy, len(calls), seconds)
+
+
+def warm_up(rounds: Sequence[Round]) -> None:
+    """Keep the current GPU busy with them, one after the other."""
+    for _ in range(math.ceil(WARM_SECONDS / sum(one.seconds for one in rounds))):
+        for one in rounds:
+            one.run()
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
@@ -92,31 +117,58 @@ def one_call_at_a_time(calls: Sequence[Call]) -> Call:
 
 def seconds_per_call(calls: Sequence[Call], device: torch.device) -> list[float]:
     """Seconds of a call, of each of `ROUNDS` rounds: of GPU time, or of wall time on a CPU."""
+    return seconds_in_turn([round_of(calls, device)], device)[0]
+
+
+def seconds_in_turn(rounds: Sequence[Round], device: torch.device) -> list[list[float]]:
+    """The same for each of several, of which another one comes first each time."""
+    readings: list[list[float]] = [[] for _ in rounds]
+    with _current(device):
+        if device.type == "cuda" and rounds:
+            warm_up(rounds)
+        for number in range(ROUNDS + 1):  # the first is for warming up
+            for i in range(len(rounds)):
+                which = (number + i) % len(rounds)
+                readings[which].append(_seconds(rounds[which], device))
+    return [each[1:] for each in readings]
+
+
+def _seconds(one: Round, device: torch.device) -> float:
+    """Of a call in that round."""
+    one.before()
     if device.type == "cpu":
-        return _rounds_on_cpu(calls)
-    with torch.cuda.device(device):
-        one, timer = round_on_gpu(calls), DeviceTimer()
-        timer.calls = one.calls
-        readings = []
-        for _ in range(ROUNDS + 1):  # the first is for warming up
-            one.before()
-            start = timer()
-            one.run()
-            readings.append(timer() - start)
-    return readings[1:]
+        started = time.perf_counter()
+        one.run()
+        return (time.perf_counter() - started) / one.calls
+    timer = DeviceTimer()
+    timer.calls = one.calls
+    start = timer()
+    one.run()
+    return timer() - start
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _run(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def seconds_per_queued_call(call: Call, device: torch.device) -> list[float]:
     """The same of calls that are made one after another from Python: for one that waits for the GPU
     and so can't be captured. What it waits, and what Python takes then, is part of it."""
     if device.type == "cpu":
-        return _rounds_on_cpu([call])
+        return seconds_per_call([call], device)
     with torch.cuda.device(device):
         timer, readings = DeviceTimer(), []
         call()
         start = timer()
         call()
         seconds = timer() - start
+        for _ in range(math.ceil(WARM_SECONDS / seconds)):
+            call()
         timer.calls = max(2, math.ceil(MOST_SECONDS / seconds))
         for _ in range(ROUNDS + 1):
             start = timer()
@@ -124,14 +176,3 @@ def seconds_per_queued_call(call: Call, device: torch.device) -> list[float]:
                 call()
             readings.append(timer() - start)
     return readings[1:]
-
-
-def _rounds_on_cpu(calls: Sequence[Call]) -> list[float]:
-    one = one_call_at_a_time(calls)
-    found = []
-    for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
-        for _ in calls:
-            one()
-        found.append((time.perf_counter() - started) / len(calls))
-    return found[1:]
