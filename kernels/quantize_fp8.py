@@ -57,6 +57,7 @@ from tmoe.kernels.rounding import (
 )
 
 LONGEST_ROW = 16384  # elements that a program keeps in registers
+LONG_TILE, FEW = tl.constexpr(4096), tl.constexpr(32)  # columns; programs
 CEIL = scale_rounding("e4m3", "ceil")
 CEIL_ROUND_UP, EXPONENT = tl.constexpr(CEIL["ROUND_UP"]), tl.constexpr(CEIL["EXPONENT"])
 
@@ -102,7 +103,7 @@ def _quantize_fp8_kernel(
     num_copies, num_partials, stride_scale_l, stride_scale_m, stride_scale_k,
     M, K, num_rows, stride_l, stride_m, stride_k, alpha, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    HAS_SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr, COPIES: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, COL_TILES: tl.constexpr, IN_PASSES: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -111,7 +112,10 @@ def _quantize_fp8_kernel(
     long for the registers; one program reads them twice, COLS at a time."""
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        # Where many programs take their time, those of a GEMM that come early crowd on the first
+        # multiprocessors that have room, and the others have little to do later.
+        if COLS <= LONG_TILE or tl.num_programs(0) <= FEW:
+            tl.extra.cuda.gdc_launch_dependents()
     matrix = tl.program_id(1).to(tl.int64)
     tiles_across: tl.constexpr = 1 if IN_PASSES else COL_TILES
     tile_m = tl.program_id(0) // tiles_across
@@ -153,13 +157,15 @@ def _quantize_fp8_kernel(
 
     codes = tl.reshape(_codes(blocks, scale, POWER_OF_TWO), (ROWS, COLS))
     if copy_ptr is not None:  # here BM is 1
-        for i in range(num_copies):
-            copy = tl.load(copy_ptr + rows * num_copies + i, mask=rows < M, other=-1)
-            copy_ptrs = data_ptr + copy.to(tl.int64) * K + cols
-            tl.store(copy_ptrs, codes, mask=(copy >= 0) & (cols < K))
-            copy_ptrs = scale_ptr + copy.to(tl.int64) * stride_scale_m + block_k * stride_scale_k
-            values = tl.reshape(scale, copy_ptrs.shape)
-            tl.store(copy_ptrs, values, mask=(copy >= 0) & (block_k * BK < K))
+        nth = tl.arange(0, COPIES)[None, :]
+        mask = (rows < M) & (nth < num_copies)
+        copy = tl.load(copy_ptr + rows * num_copies + nth, mask=mask, other=-1)[:, :, None]
+        copy_ptrs = data_ptr + copy.to(tl.int64) * K + cols[:, None, :]
+        tl.store(copy_ptrs, codes[:, None, :], mask=(copy >= 0) & (cols < K)[:, None, :])
+        copy_ptrs = (block_k * stride_scale_k)[:, None, :] + scale_ptr
+        copy_ptrs += copy.to(tl.int64) * stride_scale_m
+        values = tl.reshape(scale, (ROWS, 1, COLS // BK))
+        tl.store(copy_ptrs, values, mask=(copy >= 0) & (block_k * BK < K)[:, None, :])
     else:
         tl.store(data_ptrs, codes, mask=(rows < M) & (cols < K))
     if IN_PASSES:
@@ -282,6 +288,7 @@ def quantize_fp8(
             0 if copies is None else copies.shape[1],
             0 if partial is None else partial.shape[1], *strides, *source.arguments,
             HAS_SCALE=has_scale, POWER_OF_TWO=power_of_two and not has_scale,
+            COPIES=1 if copies is None else next_power_of_2(copies.shape[1]),
             IN_PASSES=in_passes, **tiling, **source.constants,
         )  # fmt: skip
     return data.view(torch.float8_e4m3fn), scale.expand(shape)
