@@ -159,7 +159,7 @@ def _fp8_blocks_kernel(
     out_ptr,  # (S, N)  written; bytes of e4m3 codes if there are scales of them
     a_desc,  # (S, D) e4m3, in boxes of 64 × 128
     w_desc,  # (E · N, D) e4m3; GATED: (E · 2N, D); likewise
-    a_scale_ptr,  # (S, cdiv(D, 128)) fp32, those of a column of blocks beside each other
+    a_scale_ptr,  # (S, cdiv(D, 128)) fp32
     w_scale_ptr,  # (E, cdiv(N, 128), cdiv(D, 128)) fp32
     out_scale_ptr,  # (S, cdiv(N, 128)) fp32  written; or None
     bias_ptr,  # (E, N); GATED: (E, 2N); or None
@@ -230,10 +230,10 @@ def fp8_blocks_gemm(
 ) -> Tensor:
     """What `grouped_gemm` writes to `out` (S, N), here bf16, or codes and their scales.
 
-    a: (S, D) float8_e4m3fn in expert order; scales.rows (S, cdiv(D, 128)), those of a column of
-    blocks beside each other. w must be `is_one_matrix` and, if its halves are gate and up rows, N a
-    multiple of 64. row_weight: only if not gated. With scales.out_blocks `out` is float8_e4m3fn,
-    and both are written as `quantize_fp8` makes them of the result in fp32.
+    a: (S, D) float8_e4m3fn in expert order; scales.rows (S, cdiv(D, 128)), any strides. w must be
+    `is_one_matrix` and, if its halves are gate and up rows, N a multiple of 64. row_weight: only if
+    not gated. With scales.out_blocks `out` is float8_e4m3fn, and both are written as `quantize_fp8`
+    makes them of the result in fp32.
     """
     D, N = a.shape[1], out.shape[1]
     tiles_n = cdiv(w.shape[1], W_ROWS.value)

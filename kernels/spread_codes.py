@@ -2,9 +2,9 @@
 
     row = slot_to_row[t, k] >= 0:   out[row] = codes[t],  out_scale[row] = scale[t]
 
-Tiles with specialised warps want their rows beside each other, and the scales of a column of blocks
-too. `quantize_fp8` writes both so; this does it for rows that are codes already. A token is read
-once. T tokens, K experts per token, S = T·K rows, W words of codes, C blocks of a row.
+Tiles with specialised warps want their rows beside each other. `quantize_fp8` writes them so; this
+does it for rows that are codes already, with the scales of a column of blocks together. A token is
+read once. T tokens, K experts per token, S = T·K rows, W words of codes, C blocks of a row.
 """
 
 from __future__ import annotations

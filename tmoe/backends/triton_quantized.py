@@ -42,6 +42,8 @@ from .triton_inputs import Inputs, order_tokens, round_rows, scale_of_rows, take
 from .triton_low_rank import low_rank_rows
 from .triton_tiles import Tiles
 
+MANY_COPIES = 4
+
 
 def form(problem: Problem) -> str:
     """What happens to the codes of a quantised problem on its machine."""
@@ -189,19 +191,21 @@ def _round_tokens(
     `on_input` already."""
     if isinstance(order, OneToken):
         return round_rows(x, recipe, scale, ALL_ROWS, None, scales_by_column=False), True
-    copies, gather = None, True
+    copies, gather, by_column = None, True, specialized
     if on_input is not None or (scale is not None and scale.numel() > 1):
         # A token's codes differ from row to row.
         K = order.slot_to_row.shape[1]
         rows, gather = Rows(order.row_to_slot, K, on_input, order.expert_offsets[-1:]), False
     elif specialized:  # they are wanted row by row
         rows, copies, gather = ALL_ROWS, order.slot_to_row, False
+        # Beside each other a row's scales fill whole sectors, which pays where there are many rows.
+        by_column = copies.shape[1] < MANY_COPIES
     elif _is_of_all(recipe) and scale is None:
         rows = Rows(used_tokens(order.slot_to_row))
     else:
         rows = ALL_ROWS
     a = round_rows(
-        x, recipe, scale, rows, order.expert_offsets, scales_by_column=specialized, copies=copies
+        x, recipe, scale, rows, order.expert_offsets, scales_by_column=by_column, copies=copies
     )
     return a, gather
 
