@@ -24,7 +24,7 @@ from tmoe.bench.shapes import SHAPES
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 # As `bench.record` calls them; of a cell that was recorded twice the last one here counts.
-NAMES = ("layer", "shapes", "routings", "tokens", "quantized", "beside", "beside_fp8")
+NAMES = ("shapes", "routings", "tokens", "beside", "beside_fp8", "quantized")
 RECORDS = [
     str(path.relative_to(ROOT))
     for path in (RESULTS / f"h200_{name}.json" for name in NAMES)

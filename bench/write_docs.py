@@ -17,10 +17,10 @@ from bench.product_tables import product_table, where_a_step_goes
 from bench.training_tables import training_tables
 from tmoe.bench.cost_model import FITTED, fitted
 from tmoe.bench.growth import growth, over_tokens
-from tmoe.bench.records import Cell, picture_cells, read_cells, read_recorded, read_results
+from tmoe.bench.records import Cell, picture_cells, read_results
 from tmoe.bench.report import Report
 from tmoe.bench.shapes import SHAPES
-from tmoe.bench.tables import Grid, Row, layers_table, standing_table
+from tmoe.bench.tables import Grid, Row, standing_table
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -30,15 +30,16 @@ PAGE = ROOT / "docs" / "performance.md"
 
 # File, heading, and the schemes whose pictures are shown; files that aren't there are left out.
 SECTIONS = (
-    ("h200_layer.json", "Routed experts, bf16", ("bfloat16",)),
+    ("h200_beside.json", "Routed experts, bf16", ("bfloat16",)),
+    ("h200_beside_fp8.json", "FP8 weights", ("fp8_block",)),
     ("h200_shapes.json", "More models, bf16", ("bfloat16",)),
     ("h200_routings.json", "Skewed routing", ()),
     ("h200_tokens.json", "Every power of two of tokens", ("bfloat16",)),
-    ("h200_quantized.json", "Quantised weights", ("fp8_block", "mxfp4_a16")),
+    ("h200_quantized.json", "FP4 weights", ("mxfp4_a16",)),
     ("h200_operations.json", "Single operations", ()),
 )
-COMPARED = ("h200_layer.json", "h200_quantized.json")  # with peers that were recorded before
-AT_ONCE = ("h200_beside.json", "h200_beside_fp8.json")  # with peers that ran in turn with tmoe
+IN_TURN = ("h200_beside.json", "h200_beside_fp8.json")  # with peers, a round of each in turn
+NOBODY = {"rows": [], "provenance": "none; those here ran in turn with tmoe"}  # recorded before
 TOGETHER = ("bfloat16", "fp8_block", "fp8_channel", "fp8_tensor")
 STARTUP = RESULTS / "h200_startup.json"
 DECODE = RESULTS / "h200_decode_step.json"
@@ -56,7 +57,7 @@ bandwidth and of flops over peak, both measured. *Predicted* is the [cost model]
 
 ```console
 $ tmoe bench mixtral-8x7b --tokens 1,1024 --backends triton,grouped_mm   # on your GPU
-$ tmoe bench report bench/results/h200_layer.json --out report           # these tables, as one page
+$ tmoe bench report bench/results/h200_beside.json --out report          # these tables, as one page
 ```
 """
 
@@ -77,15 +78,9 @@ and alignment replay its launches ([replay.py](../kernels/replay.py)).
 BESIDE = """## Beside others
 
 A cell is a layer with weights of one kind and a number of tokens. A speedup is a peer's time over
-tmoe's, so above 1 tmoe is faster; the best peer is whichever is fastest in that cell. Who they are,
-and which versions were recorded, is in [bench/README.md](../bench/README.md#peers).
-"""
-
-IN_TURN = """### In one session
-
-The peers above were recorded in another session, on a GPU that may have been cooler. Here each cell
-was measured of everybody in turn, in one process, by this folder's adapters: bf16 in one session,
-FP8 in a later one with newer kernels.
+tmoe's, so above 1 tmoe is faster; the best peer is whichever is fastest in that cell. Everybody was
+timed in one process, a round of each in turn: vLLM's tuned Triton kernels, its CUTLASS experts, and
+DeepGEMM and triton_kernels as it vendors them ([adapters](../bench/README.md#peers)).
 """
 
 TRAINED = """## Training: forward and backward
@@ -131,7 +126,6 @@ def sections() -> Iterator[str]:
     """The page, part by part."""
     yield INTRO
     yield f"{BESIDE}\n{standing_table(compared(), TOGETHER).as_markdown()}"
-    yield from in_turn()
     for name, heading, schemes in SECTIONS:
         if (RESULTS / name).exists():
             yield from section(name, heading, schemes)
@@ -150,35 +144,21 @@ def sections() -> Iterator[str]:
             yield table(SHAPES[shape], (1, 16, 128, 1024, 8192)).as_markdown()
 
 
+def reported(name: str) -> Report:
+    """What a recorded file says. Those that have peers are compared with nobody else's record."""
+    results = read_results([RESULTS / name])
+    recorded = NOBODY | {"device": results["machine_info"]["device"], "dtype": None}
+    return Report(results, "triton", recorded if name in IN_TURN else None)
+
+
 def compared() -> list[Cell]:
-    """The layers that were recorded of peers, too."""
-    results = read_results([RESULTS / name for name in COMPARED])
-    found = read_cells(results, read_recorded(), "triton")
-    return [cell for cell in found if cell.peers and cell.routing == "random"]
-
-
-def compared_in_turn() -> list[Cell]:
-    """The layers that were measured in one session with peers."""
-    nothing = {"rows": [], "device": None, "dtype": None}  # in the place of recorded peers
-    found = read_cells(read_results([RESULTS / name for name in AT_ONCE]), nothing, "triton")
-    return [cell for cell in found if cell.peers]
-
-
-def in_turn() -> Iterator[str]:
-    """Their standing, and each beside its best peer."""
-    yield IN_TURN
-    for name in AT_ONCE:
-        yield f"Recorded in [{name}](../bench/results/{name}) with"
-        yield from typed(read_results([RESULTS / name])["command"])
-    cells = compared_in_turn()
-    yield standing_table(cells, TOGETHER).as_markdown()
-    for scheme in dict.fromkeys(cell.scheme for cell in cells):
-        yield layers_table([cell for cell in cells if cell.scheme == scheme]).as_markdown()
+    """The layers that were measured in turn with peers."""
+    return [cell for name in IN_TURN for cell in reported(name).cells if cell.peers]
 
 
 def section(name: str, heading: str, schemes: tuple[str, ...]) -> Iterator[str]:
     """A recorded file: where it was made and how, its tables, its pictures."""
-    report = Report(read_results([RESULTS / name]), "triton")
+    report = reported(name)
     yield f"## {heading}"
     facts = [fact for fact in report.facts if not fact.startswith(report.results["command"])]
     yield f"Recorded in [{name}](../bench/results/{name}) with"
@@ -289,7 +269,7 @@ def draw() -> Iterator[Path]:
     shutil.rmtree(PICTURES, ignore_errors=True)
     for name, _, schemes in SECTIONS:
         if (RESULTS / name).exists() and schemes:
-            report = Report(read_results([RESULTS / name]), "triton")
+            report = reported(name)
             figures, folder = report.pictures(), PICTURES / _folder(name)
             folder.mkdir(parents=True)
             for picture in shown(report, schemes):

@@ -25,7 +25,7 @@ from tmoe.kernels.sort import sort_ref
 
 DOCS = Path(__file__).parent
 PATH = DOCS / "images" / "overview.svg"
-RECORD = DOCS.parent / "bench" / "results" / "h200_layer.json"
+RECORD = DOCS.parent / "bench" / "results" / "h200_beside.json"
 LOGITS = [[2.0, 1.6, -1.0], [-0.5, 1.0, 1.5], [0.2, -1.0, 1.2], [1.4, 0.9, -0.3]]
 E, K = 3, 2
 
@@ -43,6 +43,7 @@ class Shown:
     row_to_slot: list[int]  # rows in the order of their experts; a slot is token · K + k
     times: dict[str, float]  # of peers: geometric mean of their time over ours
     cells: int
+    layers: int
     date: str
     device: str
 
@@ -58,8 +59,12 @@ def shown() -> Shown:
         ids.tolist(),
         [[round(w, 2) for w in row] for row in weights.tolist()],
         row_to_slot.tolist(),
-        {p: round(geometric_mean([c.peers[p] / c.us for c in cells]), 2) for p in peers},
+        {
+            p: round(geometric_mean([c.peers[p] / c.us for c in cells if p in c.peers]), 2)
+            for p in peers
+        },
         len(cells),
+        len({c.shape for c in cells}),
         results["datetime"][:10],
         results["machine_info"]["device"],
     )
@@ -155,7 +160,7 @@ def _draw_times(axes: Axes, picture: Shown) -> None:
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.set_title(
         f"time of an expert layer over tmoe's: {picture.device}, bf16, geometric mean of "
-        f"{picture.cells} cells (6 layers, 1 to 8192 tokens), {picture.date}",
+        f"{picture.cells} cells ({picture.layers} layers, 1 to 8192 tokens), {picture.date}",
         fontsize=9, loc="left", color=INK,
     )  # fmt: skip
 

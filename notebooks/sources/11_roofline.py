@@ -76,8 +76,9 @@ for tokens in (1, 16, 256, 4096):
 # limit, a point is a measurement, from 1 token on the left to 8192 on the right. Qwen3's are numbered.
 
 # %%
-with open(lesson.REPOSITORY / "bench" / "results" / "h200_layer.json") as file:
-    recorded = [b["extra_info"] for b in json.load(file)["benchmarks"]]
+with open(lesson.REPOSITORY / "bench" / "results" / "h200_beside.json") as file:
+    everybody = [b["extra_info"] for b in json.load(file)["benchmarks"]]
+recorded = [cell for cell in everybody if cell["backend"] == "triton"]
 
 
 def cells(shape):

@@ -182,7 +182,7 @@ def test_nothing_that_runs_is_no_success(fast, tmp_path):
         (("predict", "mixtral-8x7b", "--ep", "3"), "predict: ep must be a divisor of 8, got 3"),
         ((TINY, "--out", __file__), "can't be written: File exists"),
         (("report", "nowhere.json", "--backend", "triton,torch"), "is none of triton, torch"),
-        (("report", RECORDS / "h200_layer.json", "--out", __file__), "can't be written: File"),
+        (("report", RECORDS / "h200_beside.json", "--out", __file__), "can't be written: File"),
         (("report", "nowhere.json"), "nowhere.json can't be read"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json can't be read"),
     ],
@@ -210,7 +210,7 @@ def test_predict_takes_all():
 
 
 def test_report_shows_a_recorded_file():
-    done = invoke("report", RECORDS / "h200_layer.json", RECORDS / "h200_quantized.json")
+    done = invoke("report", RECORDS / "h200_beside.json", RECORDS / "h200_beside_fp8.json")
     assert done.exit_code == 0, done.output
     assert "routed experts, bfloat16, random routing" in done.output
     assert "routed experts, fp8_block, random routing" in done.output

@@ -173,7 +173,7 @@ class Tags(HTMLParser):
 def written(tmp_path_factory):
     """Everything that is made of a recorded file and something with a name that must be escaped."""
     folder = tmp_path_factory.mktemp("report")
-    found = read_results([RECORDS / "h200_layer.json"])
+    found = read_results([RECORDS / "h200_beside.json"])
     found["skipped"] = {"peer <b>": "needs a & b"}
     paths = [*Report(found, "triton").write(folder)]
     return {path.name: path for path in paths}
@@ -201,7 +201,7 @@ def test_there_is_a_picture_per_layer_and_a_roofline(written):
 
 
 def test_a_picture_has_everybody_in_it():
-    found = read_results([RECORDS / "h200_layer.json"])
+    found = read_results([RECORDS / "h200_beside.json"])
     cells = [c for c in read_cells(found, read_recorded(), "triton") if c.shape == "mixtral-8x7b"]
     text = as_svg(time_over_tokens(cells))
     for name in ("floor", "predicted", "grouped_mm", "triton_kernels", "vllm", "tmoe", "8192"):

@@ -197,7 +197,7 @@ def test_nothing_fits():
     assert "most of it" not in done.output  # a column of the table
     said = " ".join(done.output.split())
     assert "no layout fits: TP8 needs least, 171.9 GB on each GPU, 4 in reserve included" in said
-    assert "and the H200 has 141. What would do: --gpus 16, or --scheme fp8_block|" in said
+    assert "and the H200 has 141. What would do: --gpus 16, or --scheme fp8_tensor|" in said
     offered = re.findall(r"(--[a-z]+) ([\w|]+)(?:,|\.)", said.partition("What would do: ")[2])
     assert [option for option, _ in offered] == ["--gpus", "--scheme", "--gpu"]
     for option, values in offered:
