@@ -79,8 +79,9 @@ BESIDE = """## Beside others
 
 A cell is a layer with weights of one kind and a number of tokens. A speedup is a peer's time over
 tmoe's, so above 1 tmoe is faster; the best peer is whichever is fastest in that cell. Everybody was
-timed in one process, a round of each in turn: vLLM's tuned Triton kernels, its CUTLASS experts, and
-DeepGEMM and triton_kernels as it vendors them ([adapters](../bench/README.md#peers)).
+timed in one process, a round of each in turn: vLLM's Triton kernels (tuned, where it has a table
+for the layer), its CUTLASS experts, and DeepGEMM and triton_kernels as it vendors them
+([adapters](../bench/README.md#peers)).
 """
 
 TRAINED = """## Training: forward and backward
