@@ -37,6 +37,22 @@ def pytest_collection_modifyitems(items, config):
             item.add_marker(pytest.mark.skip(reason="slow; run it with -m slow"))
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    items[:] = _long_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def _long_ones_first(items, processes):
+    """To compile for a GPU takes a minute or more. Each process gets a stretch of the list, and the
+    end of another's when it is through with its own: so the long tests are where a stretch starts.
+    """
+    long = [item for item in items if item.path.parent.name == "aot"]
+    others = [item for item in items if item.path.parent.name != "aot"]
+    ordered = []
+    for process in range(processes):
+        own = long[process::processes]
+        stretch = max(0, len(items) // processes - len(own))
+        ordered += own + others[:stretch]
+        del others[:stretch]
+    return ordered + others
 
 
 @pytest.fixture

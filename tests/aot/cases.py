@@ -19,7 +19,9 @@ from tests.aot.case import Case
 from tests.aot.exchange_cases import exchange_cases
 from tests.aot.frozen_cases import EVERYWHERE, OF_EVERY_KIND, OTHERS, frozen_cases, gemm_cases
 from tests.aot.layer_cases import (
+    GPT_OSS,
     LAYERS,
+    LLAMA4,
     OTHER_SIZES,
     QWEN3,
     UNALIGNED,
@@ -32,7 +34,7 @@ from tests.aot.layer_cases import (
 )
 from tests.aot.quantiser_cases import of_every_format, quantisers
 from tests.aot.route_cases import MINIMAX_M2, route, route_backward, router
-from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED
+from tests.aot.targets import EVERY_KIND, EVERY_TOOLCHAIN, MEASURED, WITH_E4M3, WITHOUT_TMA
 from tmoe.routing import Routing
 
 
@@ -60,10 +62,21 @@ def cases() -> list[Case]:
         QWEN3.case(8192, fp32),
         QWEN3.training_case(8192, bf16),
         QWEN3.training_case(8192, fp32),
-        *(training(layer) for layer in LAYERS if layer.bias or layer.weight_on_input),
+        training(LLAMA4),
+        training(GPT_OSS),
         *quantized_layers(),
         *of_every_format(large),
         *frozen_cases(EVERYWHERE),
+        *_on(
+            WITH_E4M3,
+            *quantized_layers("fp8_tensor", "fp8_channel", "fp8_block"),
+            *quantized_layers_at_every_height("fp8_tensor", "fp8_block"),
+        ),
+        *_on(
+            WITHOUT_TMA,
+            *at_every_tile(QWEN3, bf16),
+            *quantized_layers_at_every_height("fp8_block", "nvfp4_a16"),
+        ),
         *_on(
             EVERY_KIND,
             *at_every_tile(QWEN3, bf16),
@@ -71,7 +84,7 @@ def cases() -> list[Case]:
             QWEN3.case(8192, fp16),
             *(layer.case(8192, bf16) for layer in LAYERS),
             replace(UNALIGNED.case(8192, bf16), max_spilled=640),
-            *(training(layer) for layer in LAYERS if not (layer.bias or layer.weight_on_input)),
+            *(training(layer) for layer in LAYERS if layer not in (LLAMA4, GPT_OSS)),
             *training_at_every_tile(bf16),
             *training_at_every_tile(fp32),
             *(QWEN3.training_case(T, bf16, added=True) for T in (512, 16384)),
@@ -99,8 +112,7 @@ def cases() -> list[Case]:
         ),
         *_on(
             MEASURED,
-            *at_every_tile(QWEN3, fp16),
-            *training_at_every_tile(fp16),
+            QWEN3.training_case(8192, fp16),
             *(layer.case(1, bf16) for layer in LAYERS),
             *(layer.case(num_tokens, bf16) for layer in OTHER_SIZES for num_tokens in (1, 8192)),
             *quantisers(16, 7168, 8, bf16),

@@ -85,16 +85,18 @@ OTHER_SIZES = (  # with QWEN3's GEMMs
     Layer("Mixtral-8x7B", 8, 2, 4096, 14336),
     Layer("DeepSeek-V3", 256, 8, 7168, 2048),
 )
+LLAMA4 = Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True)
+GPT_OSS = Layer(
+    "gpt-oss-120b", 128, 4, 2880, 2880, Activation.swiglu_oai(),
+    bias=True, interleaved=True, transposed=True,
+)  # fmt: skip
 LAYERS = (
-    Layer("Llama-4-Scout", 16, 1, 5120, 8192, weight_on_input=True, transposed=True),
-    Layer(
-        "gpt-oss-120b", 128, 4, 2880, 2880, Activation.swiglu_oai(),
-        bias=True, interleaved=True, transposed=True,
-    ),
+    LLAMA4,
+    GPT_OSS,
     Layer("gpt-oss-120b, rows first", 128, 4, 2880, 2880, bias=True, interleaved=True),
     Layer("Nemotron-3-Nano", 128, 6, 2688, 1856, Activation("relu2")),
     Layer("GeGLU", 64, 8, 2048, 1024, Activation("geglu")),
-)  # fmt: skip
+)
 # No multiple of 8: neither tensor descriptors nor wide loads can be used. A path for completeness.
 UNALIGNED = Layer("DeepSeek-V2-Lite with I=1407", 64, 6, 2048, 1407)
 
@@ -156,19 +158,20 @@ def _quantized_layer(scheme: Scheme, weights: Recipe, num_tokens: int) -> Case:
     return Case(name, launch, max_spilled=96)
 
 
-def quantized_layers() -> list[Case]:
+def quantized_layers(*schemes: str) -> list[Case]:
+    """In these schemes, or in all."""
     return [
-        _quantized_layer(scheme, weights, 512)
-        for scheme in SCHEMES.values()
-        for weights in scheme.weights
+        _quantized_layer(SCHEMES[name], weights, 512)
+        for name in schemes or SCHEMES
+        for weights in SCHEMES[name].weights
     ]
 
 
-def quantized_layers_at_every_height() -> list[Case]:
+def quantized_layers_at_every_height(*schemes: str) -> list[Case]:
     """Row tiles of every height. Schemes that differ in the quantisers alone have one GEMM."""
     return [
         _quantized_layer(SCHEMES[name], weights, num_tokens)
-        for name in ("fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16")
+        for name in schemes or ("fp8_tensor", "fp8_block", "mxfp4_a16", "nvfp4_a16")
         for weights in SCHEMES[name].weights
         for num_tokens in (1, 16, 256, 1536, 8192, 16384)
     ]
