@@ -1,9 +1,9 @@
 """How calls are timed here: by the GPU's own clock, or by the CPU's.
 
 A GPU under much load lowers its clocks, and raises them again within half a second when the load
-is less. So that none inherits the clocks of what came before (a check in fp64 cost what followed up
-to 13 %), the GPU is busy with the calls themselves before the first round; and what is compared is
-timed in turn, a round of each.
+is less. So that none inherits the clocks of what came before, such as a check in fp64, the GPU is
+busy with the calls themselves before the first round; and what is compared is timed in turn, a
+round of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import cycle
 
 import torch
 
-from ..demo.timing import capture
+from ..demo.timing import capture, run_all
 
 Call = Callable[[], object]
 
@@ -67,7 +67,7 @@ class Round:
 def round_of(calls: Sequence[Call], device: torch.device) -> Round:
     """A round of these calls: on a CPU, each of them once."""
     if device.type == "cpu":
-        return Round(partial(_run, calls), partial(_run, ()), len(calls))
+        return Round(partial(run_all, calls), partial(run_all, ()), len(calls))
     with torch.cuda.device(device):
         return round_on_gpu(calls)
 
@@ -149,11 +149,6 @@ def _seconds(one: Round, device: torch.device) -> float:
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _run(calls: Sequence[Call]) -> None:
-    for call in calls:
-        call()
 
 
 def seconds_per_queued_call(call: Call, device: torch.device) -> list[float]:

@@ -26,11 +26,11 @@ def median_ms(calls: Sequence[Call], device: torch.device, repeats: int = 20) ->
 
 
 def _wall_rounds(calls: Sequence[Call], repeats: int) -> list[float]:
-    _run(calls)  # warm-up
+    run_all(calls)  # warm-up
     rounds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        _run(calls)
+        run_all(calls)
         rounds.append(1e3 * (time.perf_counter() - started))
     return rounds
 
@@ -40,12 +40,12 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # warm-up on a side stream, as capture asks for
-        _run(calls)
-        _run(calls)
+        run_all(calls)
+        run_all(calls)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _run(calls)
+        run_all(calls)
     return graph
 
 
@@ -61,6 +61,7 @@ def _graph_rounds(calls: Sequence[Call], repeats: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:], strict=False)]
 
 
-def _run(calls: Sequence[Call]) -> None:
+def run_all(calls: Sequence[Call]) -> None:
+    """Each of them once."""
     for call in calls:
         call()
